@@ -59,12 +59,9 @@ class Projection:
 
 def read_attention(steps: Steps, node: Node) -> Part:
     """The sublayer, whose q, k and v are projected from its input, or from a latent. Raises Unreadable."""
-    after = []
-    end = steps.strip(node, after)
-    resid_dropout_p = steps.probability(after)
-    if end.kind == "module" and isinstance(steps.leaf(end), nn.MultiheadAttention):
-        return _of_module(steps, end, resid_dropout_p)
-    out = steps.linear(end, "the branch's end")
+    if isinstance(steps.leaf(node), nn.MultiheadAttention):
+        return _of_module(steps, node)
+    out = steps.linear(node, "the branch's end")
     gate, inner = None, steps.strip(out.input)
     for one, o in inner.pairs if inner.is_function("mul") else ():
         one = steps.strip(one)
@@ -96,9 +93,9 @@ def read_attention(steps: Steps, node: Node) -> Part:
         {"out_weight": out.weight, "out_bias": out.bias}
         | core.options
         | rotary[0]
-        | {"scale": core.scale * factor, "resid_dropout_p": resid_dropout_p}
+        | {"scale": core.scale * factor}
+        | _masks(steps, core.masks, sliced="key_value" not in arguments)
     )
-    arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
     return Part(arguments, x, [*choices, rotary])
 
 
@@ -354,7 +351,7 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
 # -- torch's own module
 
 
-def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
+def _of_module(steps: Steps, node: Node) -> Part:
     """Attention by an nn.MultiheadAttention inside the module."""
     module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
@@ -379,7 +376,6 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
         "mask_is_exclusion": True,
         "is_causal": bool(call.get("is_causal", False)),
         "dropout_p": in_training(module.dropout),
-        "resid_dropout_p": resid_dropout_p,
         **masks,
         **crossing,
     }

@@ -23,7 +23,7 @@ CALLS = {  # functions that are core attention, with the names of their argument
 @dataclass
 class Core:
     """softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other arguments of the
-    op, by their names there."""
+    op, by their names there; sinks: a parameter, which becomes one of them."""
 
     query: Node
     key: Node
@@ -32,6 +32,7 @@ class Core:
     scale: float
     options: dict[str, Any]
     head_scale: Node | None = None
+    sinks: Node | None = None
 
 
 def read_core(steps: Steps, node: Node) -> Core:
@@ -41,24 +42,21 @@ def read_core(steps: Steps, node: Node) -> Core:
         options = {
             "dropout_p": in_training(call.get("dropout_p", 0.0)),
             "is_causal": bool(call.get("is_causal", False)),
-            **_of_sinks(steps, call.get("sinks")),
         }
         if call.get("window") is not None:
             options["window_size"] = window_of(call["window"])
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        return Core(query, key, value, [] if mask is None else [mask], scale, options)
-    if node.is_function("matmul", "bmm"):
-        return _written_out(steps, node)
-    raise steps.refuse("no core attention but", node)
-
-
-def _of_sinks(steps: Steps, sinks: Node | None) -> dict[str, Any]:
-    if sinks is None:
-        return {}
-    sinks = steps.strip(sinks)
-    if sinks.kind != "parameter" or len(sinks.shape) != 1:
-        raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
-    return {"sinks": Weight(sinks.source)}
+        core = Core(query, key, value, [] if mask is None else [mask], scale, options, sinks=call.get("sinks"))
+    elif node.is_function("matmul", "bmm"):
+        core = _written_out(steps, node)
+    else:
+        raise steps.refuse("no core attention but", node)
+    if core.sinks is not None:
+        sinks = steps.strip(core.sinks)
+        if sinks.kind != "parameter" or len(sinks.shape) != 1:
+            raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+        core.options["sinks"] = Weight(sinks.source)
+    return core
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
@@ -67,7 +65,14 @@ def _written_out(steps: Steps, node: Node) -> Core:
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
-    sinks, scores = _column(steps, steps.strip(weights.inputs[0]))
+    scores, sinks = steps.strip(weights.inputs[0]), None
+    if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
+        whole, largest = (steps.strip(one) for one in scores.inputs)
+        largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
+        if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
+            scores = whole
+    if scores.is_function("cat", of=2):
+        scores, sinks = steps.strip(scores.inputs[0]), scores.inputs[1]
     masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
     while not scores.is_function("matmul", "bmm", "baddbmm"):
         if scores.is_function("add", of=2):
@@ -107,21 +112,8 @@ def _written_out(steps: Steps, node: Node) -> Core:
         scale *= float(how["alpha"])
     else:
         query, key = scores.inputs
-    options |= {"dropout_p": steps.probability(dropouts), **_of_sinks(steps, sinks)}
-    return Core(query, key, value, masks, scale, options, head_scale)
-
-
-def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
-    """(sinks, scores) of what a softmax reads: scores with a column of sinks, from which their maximum may be taken."""
-    if node.is_function("sub", of=2):
-        whole, largest = (steps.strip(one) for one in node.inputs)
-        largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
-        if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
-            node = whole
-    if not node.is_function("cat", of=2):
-        return None, node
-    scores, sinks = node.inputs
-    return sinks, steps.strip(scores)
+    options["dropout_p"] = steps.probability(dropouts)
+    return Core(query, key, value, masks, scale, options, head_scale, sinks)
 
 
 def _over_windows(mask: Node, scores: torch.Size) -> Node:

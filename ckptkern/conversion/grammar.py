@@ -42,21 +42,18 @@ class Grammar(Steps):
 
     def mlp(self, node: Node) -> Part:
         """An MLP, gated or not, or an MoE block, which is a leaf of the graph and was read by itself."""
-        after, hidden = [], []
-        end = self.strip(node, after)
-        resid_dropout_p = self.probability(after)
-        if end.kind == "module" and (block := self.blocks.get(end.source)) is not None:
+        if node.kind == "module" and (block := self.blocks.get(node.source)) is not None:
             if isinstance(block, Unreadable):
                 raise Unreadable(f"its MoE block: {block}")
-            if len(end.inputs) != 1 or end.output:
-                raise self.refuse("an MoE block with other inputs or results than one tensor:", end)
+            if len(node.inputs) != 1 or node.output:
+                raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
             self.layers_read += 1
             given = {name: value for name, value in block.arguments.items() if name != "residual"}
-            given = prefixed(given, end.source) | {"resid_dropout_p": resid_dropout_p}
-            return Part(given, end.inputs[0], logits_of=block.logits_of and f"{end.source}.{block.logits_of}")
-        down = self.linear(end, "the branch's end")
+            logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
+            return Part(prefixed(given, node.source), node.inputs[0], logits_of=logits_of)
+        down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
-        arguments = {"dropout_p": self.probability(hidden), "resid_dropout_p": resid_dropout_p}
+        arguments: dict[str, Any] = {"dropout_p": self.probability(hidden)}
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(self.strip(z), "what the activation reads")
@@ -85,8 +82,9 @@ class Grammar(Steps):
     # -- sublayers
 
     def branch(self, node: Node, core) -> Part:
-        """[drop path] [scale] [norm] core."""
+        """[drop path] [scale] [norm] [dropout] core."""
         around: dict[str, Any] = {}
+        after: list[Probability] = []
         node = self.strip(node)
         if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
@@ -98,8 +96,8 @@ class Grammar(Steps):
         if self.norm(node) is not None:
             around |= self.norm_arguments(node, "post_norm")
             node = node.inputs[0]
-        part = core(self, node)
-        part.arguments |= around
+        part = core(self, self.strip(node, after))
+        part.arguments |= around | {"resid_dropout_p": self.probability(after)}
         return part
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
