@@ -18,13 +18,6 @@ from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
 from .reading import SCALING, Argument, Probability, Scale, Update, Weight
 
-
-def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """(the submodule that owns the parameter, its name there)."""
-    owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner), name
-
-
 # -- arguments of the fused op, from the live module and the live call
 
 
@@ -146,7 +139,8 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     """How to get the live value of a template; None for a constant."""
     partial = functools.partial
     if isinstance(value, Weight):
-        owner, name = look_up(module, value.path)
+        path, _, name = value.path.rpartition(".")
+        owner = module.get_submodule(path)
         return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value, owner)
     if isinstance(value, Argument):
         return partial(argument_of, *value)
@@ -172,11 +166,15 @@ def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Argume
     return Arguments(given, live, kind, switches)
 
 
+# Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.
+_TABLES = WeakTensorKeyDictionary()
+
+
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
     """An argument as the op reads it: "" as it is, "t" its transpose, "+1" one more.
 
-    A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
-    an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
+    A mask: "columns" and "last columns", of which the first or last `length` count; "all heads", [B, S] of keys or [B, S, S] of
+    rows and keys. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
     "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
     "imag" of one complex table [..., S, R / 2].
     """
@@ -186,18 +184,11 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
         return tensor.t() if form == "t" else tensor + 1
     if form in ("columns", "last columns"):
         return tensor[..., :length] if form == "columns" else tensor[..., -length:]
-    if form in ("keys", "rows"):
-        return tensor[:, None, None] if form == "keys" else tensor[:, None]
-    return table_of(tensor, form, length) if form == "table" else _shared_table(tensor, form, length)
-
-
-# Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.
-_TABLES = WeakTensorKeyDictionary()
-
-
-def _shared_table(tensor: Tensor, form: str, length: int) -> Tensor:
+    if form == "all heads":
+        return tensor[:, None, None] if tensor.dim() == 2 else tensor[:, None]
     if (
-        torch.compiler.is_compiling()
+        form == "table"
+        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
@@ -224,13 +215,11 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     tensor = tensor[..., :length, :]
     if form in ("real", "imag"):
         tensor, form = getattr(tensor, form), "each twice"
+    if form == "sublayers":
+        tensor, form = tensor[..., : tensor.shape[-1] // 2], "each twice"
     if form == "twice":
         return torch.cat((tensor, tensor), -1)
-    if form == "each twice":
-        return tensor.repeat_interleave(2, -1)
-    if form == "sublayers":
-        return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
-    return tensor
+    return tensor.repeat_interleave(2, -1) if form == "each twice" else tensor
 
 
 def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:

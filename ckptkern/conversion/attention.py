@@ -62,14 +62,14 @@ def read_attention(steps: Steps, node: Node) -> Part:
     if isinstance(steps.leaf(node), nn.MultiheadAttention):
         return _of_module(steps, node)
     out = steps.linear(node, "the branch's end")
-    gate, inner = None, steps.strip(out.input)
+    gate, inner = None, out.input
     for one, o in inner.pairs if inner.is_function("mul") else ():
         one = steps.strip(one)
         if one.is_function("sigmoid") or isinstance(steps.leaf(one), nn.Sigmoid):
-            gate, inner = steps.strip(one.inputs[0]), steps.strip(o)  # o * sigmoid(linear(x))
+            gate, inner = steps.input_of(one), steps.strip(o)  # o * sigmoid(linear(x))
             break
     core, k = read_core(steps, inner), Projection()
-    q, v = projection(steps, core.query), projection(steps, core.value)
+    q, v = (projection(steps, one, Projection()) for one in (core.query, core.value))
     for part in joined_of(steps, core.key):
         k = projection(steps, part, k)
     if v.norms or v.outside or v.factor != 1.0 or v.unit:
@@ -102,9 +102,8 @@ def read_attention(steps: Steps, node: Node) -> Part:
 # -- what is before it
 
 
-def projection(steps: Steps, node: Node, found: Projection | None = None, apart: bool = False) -> Projection:
+def projection(steps: Steps, node: Node, found: Projection, apart: bool = False) -> Projection:
     """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
-    found = Projection() if found is None else found
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
         if node not in found.linears:
@@ -159,8 +158,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         raise Unreadable("q, k and v do not come from one linear layer each")
     nodes = [one.linears[0] for one in (q, k, v)]
     layers = [steps.linear(one, "a projection") for one in nodes]
-    x_source, *sources = (steps.strip(one.input) for one in layers)
-    crossing = _crossing(x_source, *sources)
+    crossing = _crossing(*(one.input for one in layers))
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
     gated: dict[str, Any] = {}
     if gate is nodes[0]:
@@ -171,7 +169,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         layer = steps.linear(gate, "what an output gate's sigmoid reads")
         if layer.update is not None:
             raise Unreadable("a low-rank update of an output gate")
-        if steps.strip(layer.input) is not x_source:
+        if layer.input is not x:
             raise Unreadable("an output gate of another tensor than q's projection reads")
         gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
@@ -275,14 +273,13 @@ def _from_first_row(view: Node) -> bool:
     return True
 
 
-def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
+def is_causal_buffer(steps: Steps, mask: Node) -> bool:
     """Does the mask come from a buffer that is causal as a whole, not only in the rows of this example?"""
-    while mask is not None and mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
+    while mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
         mask = mask.inputs[0]
-    if mask is None or mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
+    if mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
-    owner, _, name = mask.source.rpartition(".")
-    buffer = steps.module.get_submodule(owner)._buffers.get(name)
+    buffer = dict(steps.module.named_buffers()).get(mask.source)
     if buffer is None:
         return False
     hidden = buffer.reshape(-1, *buffer.shape[-2:])
@@ -342,9 +339,8 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
         last = seen.args[1][-1] if isinstance(seen.args[1], tuple) else None
         if last == slice(shape[-1] - wanted[-1], None) and wanted[-1] < shape[-1]:
             return Argument(mask.source, "last columns")
-    for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
-        if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
-            return Argument(mask.source, form)
+    if len(shape) in (2, 3) and wanted == (shape[0], *(1,) * (4 - len(shape)), *shape[1:]):
+        return Argument(mask.source, "all heads")
     return Computed(seen)
 
 
@@ -359,7 +355,8 @@ def _of_module(steps: Steps, node: Node) -> Part:
         raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
-    crossing = _crossing(*(steps.strip(call[name]) for name in ("query", "key", "value")))
+    query, key, value = (steps.strip(call[name]) for name in ("query", "key", "value"))
+    crossing = _crossing(query, key, value)
     masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
@@ -379,7 +376,7 @@ def _of_module(steps: Steps, node: Node) -> Part:
         **masks,
         **crossing,
     }
-    return Part(arguments, call["query"])
+    return Part(arguments, query)
 
 
 EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
@@ -410,10 +407,10 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
     latent, norms["kv_a"] = _before_norm(steps, layers["kv_b"].input)
     if latent is not kv_a:
         raise steps.refuse("k and v are not projected from a latent but from", latent)
-    if steps.strip(layers["q"].input) is not steps.strip(x):
+    if layers["q"].input is not x:
         latent, norms["q_a"] = _before_norm(steps, layers["q"].input)
         layers["q_a"] = steps.linear(latent, "the latent of q")
-        if steps.strip(layers["q_a"].input) is not steps.strip(x):
+        if layers["q_a"].input is not x:
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
         raise Unreadable("latent attention with low-rank updates")
@@ -432,6 +429,5 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
 
 def _before_norm(steps: Steps, node: Node) -> tuple[Node, Norm | None]:
     """(what the norm reads, the norm), or the node itself."""
-    node = steps.strip(node)
     norm = steps.norm(node)
-    return (node, None) if norm is None else (steps.strip(node.inputs[0]), norm)
+    return (node, None) if norm is None else (steps.input_of(node), norm)

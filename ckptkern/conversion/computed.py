@@ -169,7 +169,7 @@ class Resolver:
             return self.value(value)
         if isinstance(value, torch.device):
             return Of("device")
-        if self.followed is None and isinstance(value, (torch.dtype, int)) and value.__class__ is not bool:
+        if self.followed is None and type(value) in (torch.dtype, int):
             raise Unreadable(
                 "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
             )

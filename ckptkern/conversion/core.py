@@ -65,19 +65,20 @@ def _written_out(steps: Steps, node: Node) -> Core:
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
-    scores, sinks = steps.strip(weights.inputs[0]), None
+    scores, sinks = steps.input_of(weights), None
     if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
         whole, largest = (steps.strip(one) for one in scores.inputs)
-        largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
-        if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
+        largest = steps.input_of(largest) if largest.is_function("detach") else largest
+        if largest.is_function("max", "amax") and steps.input_of(largest) is whole:
             scores = whole
     if scores.is_function("cat", of=2):
-        scores, sinks = steps.strip(scores.inputs[0]), scores.inputs[1]
+        scores, sinks = steps.input_of(scores), scores.inputs[1]
     masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
     while not scores.is_function("matmul", "bmm", "baddbmm"):
         if scores.is_function("add", of=2):
             a, b = scores.inputs
-            a, b = (a, b) if _is_of_matmul(a) else (b, a)
+            if not _is_of_matmul(a):
+                a, b = b, a
             scores = steps.strip(a)
             masks.append(_over_windows(b, a.shape))
         elif scores.is_function("where", of=2) and len(scores.args) == 3:
@@ -86,11 +87,11 @@ def _written_out(steps: Steps, node: Node) -> Core:
         elif scores.is_function("masked_fill", of=2):
             masks.append(scores.inputs[1])
             options["mask_is_exclusion"] = True
-            scores = steps.strip(scores.inputs[0])
+            scores = steps.input_of(scores)
         elif (number := steps.factor(scores)) is not None:
-            scores = steps.strip(scores.inputs[0])
+            scores = steps.input_of(scores)
             if "softcap" not in options and scores.is_function("tanh"):
-                options["softcap"], scores = number, steps.strip(scores.inputs[0])
+                options["softcap"], scores = number, steps.input_of(scores)
             else:
                 scale *= number
         else:  # a factor [H, 1, 1] for each head

@@ -1,6 +1,6 @@
 """Reads a traced graph backwards as one fused op.
 
-    branch   = [drop path] [scale] [norm] core         core = attention | MLP | gated MLP
+    branch   = [drop path] [scale] [norm] [dropout] core         core = attention | MLP | gated MLP
     sublayer = [norm] branch of [norm] x [+ x]
     layer    = MLP sublayer of [cross-attention sublayer of] attention sublayer | x + attention branch + MLP branch
 
@@ -50,13 +50,13 @@ class Grammar(Steps):
             self.layers_read += 1
             given = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
-            return Part(prefixed(given, node.source), node.inputs[0], logits_of=logits_of)
+            return Part(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
         arguments: dict[str, Any] = {"dropout_p": self.probability(hidden)}
         if (found := self.activation(h)) is not None:
             activation, z = found
-            up = self.linear(self.strip(z), "what the activation reads")
+            up = self.linear(z, "what the activation reads")
             return Part(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if not h.is_function("mul", of=2):
             raise self.refuse("the hidden layer ends in", h)
@@ -65,13 +65,12 @@ class Grammar(Steps):
             found, up = self.activation(gate), self.linear_of(up_node)
             if found is None or up is None:
                 continue
-            activation, z = found
-            gate_node = self.strip(z)
+            activation, gate_node = found
             gate_layer = self.linear(gate_node, "what the activation reads")
             pairs = [(gate_layer, up)]
             if gate_node is up_node:  # one weight for both, in one order or the other
                 pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
-            elif self.strip(gate_layer.input) is not self.strip(up.input):
+            elif gate_layer.input is not up.input:
                 continue
             orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
             return Part(
@@ -88,7 +87,7 @@ class Grammar(Steps):
         node = self.strip(node)
         if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
-            node = self.strip(node.inputs[0])
+            node = self.input_of(node)
         while (found := self.scale(node)) is not None:
             scale, node = found
             if scale != 1.0 and around.setdefault("layer_scale", scale) is not scale:
@@ -103,13 +102,13 @@ class Grammar(Steps):
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """(layer_scale, what it scales)."""
         if (factor := self.factor(node)) is not None:
-            return factor, self.strip(node.inputs[0])
+            return factor, self.input_of(node)
         if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
-            return None if weight is None else (weight, self.strip(node.inputs[0]))
-        vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
-        if len(vectors) == 1:
-            return Weight(vectors[0].source), self.strip(next(one for one in node.inputs if one.kind != "parameter"))
+            return None if weight is None else (weight, self.input_of(node))
+        for one, other in node.pairs:
+            if one.kind == "parameter" != other.kind and len(one.shape) == 1:
+                return Weight(one.source), self.strip(other)
         if (found := self.of_samples(node)) is not None:
             return Computed(found[0], True), self.strip(found[1])
         return None
@@ -129,14 +128,14 @@ class Grammar(Steps):
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
             found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
         if node.is_function("mul") and (pair := self.of_samples(node)) is not None:
-            if self.norm(self.strip(pair[1])) is None:
+            one_more, normed = map(self.strip, pair)
+            if self.norm(normed) is None:
                 return None
-            one_more = self.strip(pair[0])
             is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
             if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
-            found["norm_scale"], node = Computed(one_more.inputs[0], True), self.strip(pair[1])
-        return None if self.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
+            found["norm_scale"], node = Computed(one_more.inputs[0], True), normed
+        return None if self.norm(node) is None else (self.norm_arguments(node) | found, self.input_of(node))
 
     def is_sum(self, node: Node) -> bool:
         """Of two tensors, and not a linear layer with its update."""
@@ -145,7 +144,7 @@ class Grammar(Steps):
     def sublayer(self, node: Node, core) -> Part:
         node, trailing = self.strip(node), None
         if self.norm(node) is not None:
-            trailing, node = node, self.strip(node.inputs[0])
+            trailing, node = node, self.input_of(node)
         if not self.is_sum(node):
             if trailing is not None:
                 raise Unreadable("a norm without a residual")
@@ -160,9 +159,8 @@ class Grammar(Steps):
             x = self.strip(residual)
             if trailing is None:
                 part = self.with_norm(part, x)
-            elif self.strip(part.input) is x:
+            elif part.input is x:
                 part.arguments |= {"residual": True, "norm_first": False, **self.norm_arguments(trailing)}
-                part.input = x
             if part.input is x:
                 return part
             reasons.append("the residual is not what the branch reads")
@@ -170,11 +168,10 @@ class Grammar(Steps):
 
     def with_norm(self, part: Part, x: Node | None) -> Part:
         """The part with the norm that it reads from. x: the residual, if there is one."""
-        h, part.arguments["residual"] = self.strip(part.input), x is not None
-        if h is not x and (normed := self.normed(h)) is not None:
-            part.arguments |= normed[0]
-            h = self.strip(normed[1])
-        part.input = h
+        part.arguments["residual"] = x is not None
+        if part.input is not x and (normed := self.normed(part.input)) is not None:
+            arguments, part.input = normed
+            part.arguments |= arguments
         return part
 
     # -- modules
@@ -238,7 +235,7 @@ class Grammar(Steps):
         while node.kind != "argument":
             if (found := self.activation(node)) is not None:
                 activations.append(found[0])
-                node = self.strip(found[1])
+                node = found[1]
             elif isinstance(self.module, nn.Linear):
                 activations.append("identity")
             else:
@@ -248,7 +245,7 @@ class Grammar(Steps):
                 raise Unreadable("a low-rank update in a chain of linear layers")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
-            node = self.strip(linear.input)
+            node = linear.input
         if not weights or len(set(activations)) > 1:
             raise Unreadable("not a chain of linear layers with one activation")
         if len(weights) == 1:

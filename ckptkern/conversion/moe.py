@@ -82,8 +82,8 @@ def random_states(x: Tensor) -> tuple:
 
 
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """(index, weights, what the router returns) for x, in training; the first two [rows, k], with which the block calls its
-    experts, which do not run. Raises Unreadable."""
+    """(index, weights, what the router returns) for x, in the present mode; the first two [rows, k], with which the block
+    calls its experts, which do not run. Raises Unreadable."""
     seen: list[Any] = []
     returned: list[Any] = [None]
 
@@ -91,24 +91,22 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    given, states, mode = x.clone(), random_states(x), module.training  # some forwards change it in place
+    given, states = x.clone(), random_states(x)  # some forwards change it in place
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         module.get_submodule(parts.router).register_forward_hook(lambda _, inner, result: returned.append(result)),
     ]
-    module.train()
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
             args, kwargs = mapped(lambda _: given, call)
             type(module).forward(module, *args, **kwargs)
     finally:
-        module.train(mode)
         for hook in hooks:
             hook.remove()
     if states != random_states(x):
         raise Unreadable("its router samples random numbers")
     _, index, weights = (seen[i] for i in experts_call(seen))
-    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned[-1]
+    return index.flatten(0, -2).long(), weights.flatten(0, -2), returned[-1]
 
 
 def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
@@ -122,26 +120,23 @@ def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
             buffers[name] = size * torch.randn_like(buffers[name])
 
 
-def choices_of_groups(experts: int, found: list[int | float]) -> Iterator[dict[str, Any]]:
-    """No groups, and any that these numbers may be the counts of."""
-    yield dict(num_groups=1, top_groups=1, group_score="top2")
-    counts = [n for n in found if type(n) is int and 1 < n < experts and experts % n == 0]
-    for n, best in itertools.product(counts, found):
-        if type(best) is int and 1 <= best < n:
-            yield from (dict(num_groups=n, top_groups=best, group_score=score) for score in GROUP_SCORES)
-
-
 def routings(
     logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, found: list[int | float]
 ) -> Iterator[dict[str, Any]]:
-    """Every way to score and choose that gives these indices and weights; score_bias: is it used?"""
-    order, k = index.sort(-1), index.shape[-1]
+    """Every way to score and choose that gives these indices and weights; score_bias: is it used? found: numbers, which may be
+    the counts of groups."""
+    order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
+    integers = [n for n in found if type(n) is int]
+    counts = [n for n in integers if 1 < n < E and E % n == 0]
+    pairs = [(n, best) for n, best in itertools.product(counts, integers) if 1 <= best < n]
+    groups = [(1, 1, "top2"), *((*pair, score) for pair, score in itertools.product(pairs, GROUP_SCORES))]
     weights = weights.gather(-1, order.indices).to(torch.float32)
     biases = (None,) if score_bias is None else (None, score_bias)
-    for scoring, bias, groups in itertools.product(SCORINGS, biases, choices_of_groups(logits.shape[-1], found)):
-        o = SimpleNamespace(scoring=scoring, top_k=k, routed_scaling_factor=1.0, **groups)
-        if k > o.top_groups * (logits.shape[-1] // o.num_groups):
+    for scoring, bias, (num_groups, top_groups, group_score) in itertools.product(SCORINGS, biases, groups):
+        if k > top_groups * (E // num_groups):
             continue
+        how = dict(scoring=scoring, num_groups=num_groups, top_groups=top_groups, group_score=group_score)
+        o = SimpleNamespace(top_k=k, routed_scaling_factor=1.0, **how)
         scores = scores_of(logits, o)
         same = (chosen(scores, bias, o).sort(-1).values == order.values).all(-1)
         if same.float().mean() < 1 - FEW:
@@ -152,9 +147,7 @@ def routings(
             ratio = float((weights[same] / mine[same]).median())  # 1, or a number of the block
             factor = next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
             if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
-                yield groups | dict(
-                    scoring=scoring, normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None
-                )
+                yield how | dict(normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None)
 
 
 def router_dtype(
@@ -167,7 +160,7 @@ def router_dtype(
             index, weights, _ = observed(module, parts, call, x)
     except Exception:  # a forward that takes no 16 bits, whatever it raises
         return None
-    rows, errors = x.reshape(-1, x.shape[-1]), {}
+    rows, errors = x.flatten(0, -2), {}
     for dtype in (torch.bfloat16, torch.float32):
         given = [None if one is None else one.to(torch.bfloat16).to(dtype) for one in (rows, w, b)]
         mine = weights_of(scores_of(F.linear(*given), o), index, o)
@@ -207,7 +200,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
     parameters = dict(module.named_parameters())
     w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
-    logits = F.linear(many.reshape(-1, many.shape[-1]), w, b)
+    logits = F.linear(many.flatten(0, -2), w, b)
     readings: list[list[dict[str, Any]]] = []
     # the plain numbers among the attributes of the block and its router
     values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
@@ -325,7 +318,6 @@ def experts_forward(
     top_k_weights: Tensor,
 ) -> Tensor:
     """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
-    gate_up_bias, down_bias = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
     return ops.moe_mlp(
         hidden_states,
         top_k_index,
@@ -333,8 +325,8 @@ def experts_forward(
         module.gate_up_proj,
         module.down_proj,
         _activation(module),
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
+        gate_up_bias=getattr(module, "gate_up_proj_bias", None),
+        down_bias=getattr(module, "down_proj_bias", None),
         recompute=recompute,
         workspace=workspace,
     )

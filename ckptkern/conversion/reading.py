@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..nn.activations import recognised
 from ..nn.layer import Dropout
 from .check import TOLERANCE, Check
-from .trace import Node, Unreadable, recomputed
+from .trace import Node, Unreadable, is_floating, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
@@ -148,27 +148,22 @@ class Steps:
         return self.kinds[key]
 
     def describe(self, node: Node) -> str:
-        if node.kind == "module":
-            return f"{type(self.leaf(node)).__name__} ({node.source})"
-        return (
-            node.source
-            if node.kind == "function"
-            else {"argument": "an argument", "parameter": f"a parameter ({node.source})"}.get(
-                node.kind, f"a {node.kind}"
-            )
-        )
+        if (leaf := self.leaf(node)) is not None:
+            return f"{type(leaf).__name__} ({node.source})"
+        kinds = {"argument": "an argument", "constant": "a constant", "parameter": f"a parameter ({node.source})"}
+        return kinds.get(node.kind, node.source)
 
     # -- linear layers
 
     def linear_leaf(self, node: Node) -> Layer | None:
         if not node.is_function("linear"):
             found = self.once("linear", node, _find_linear)
-            return found and Layer(*found, node.inputs[0])
+            return found and Layer(*found, self.input_of(node))
         call = node.called_with("input", "weight", "bias")
         weight, bias = call["weight"], call.get("bias")
         if weight.kind != "parameter" or (bias is not None and bias.kind != "parameter"):
             return None
-        return Layer(Weight(weight.source), bias and Weight(bias.source), weight.shape[0], node.inputs[0])
+        return Layer(Weight(weight.source), bias and Weight(bias.source), weight.shape[0], self.input_of(node))
 
     # -- norms
 
@@ -181,25 +176,26 @@ class Steps:
             if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in given):
                 return None
             eps = call.get("eps", 1e-5 if kind == "layer" else None)
-            weights = (None if p is None else Weight(p.source) for p in given)
+            weights = (p and Weight(p.source) for p in given)
             return Norm(kind, *weights, DEFAULT_EPS if eps is None else eps)
         return self.once("norm", node, _find_norm)
 
     # -- activations
 
     def activation(self, node: Node) -> tuple[str, Node] | None:
-        """The activation that a leaf, or a function of one tensor that is written out, computes, and the node that it reads."""
+        """The activation that a leaf, or a function of one tensor that is written out, computes, and what it reads, without
+        views."""
         if node.kind == "function":
             behind = [node]  # nodes of its shape, through functions, the nearest first
             for z in behind:
                 name = None if z is node else recognised(functools.partial(_evaluated, node, z))
                 if name not in (None, "identity"):
-                    return name, z
+                    return name, self.strip(z)
                 if z.kind == "function" and len(behind) <= _LONGEST_ACTIVATION:
                     behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
-        return None if name is None else (name, node.inputs[0])
+        return None if name is None else (name, self.input_of(node))
 
     # -- dropout
 
@@ -230,6 +226,10 @@ class Steps:
             else:
                 return node
 
+    def input_of(self, node: Node) -> Node:
+        """What a node's first input shows."""
+        return self.strip(node.inputs[0])
+
     def refuse(self, what: str, node: Node) -> Unreadable:
         return Unreadable(f"{what} {self.describe(node)}")
 
@@ -239,7 +239,7 @@ class Steps:
             return layer
         for base, update in node.pairs if node.is_function("add") else ():
             layer = self.linear_leaf(self.strip(base))
-            if layer is not None and (found := self.update(update, self.strip(layer.input))) is not None:
+            if layer is not None and (found := self.update(update, layer.input)) is not None:
                 return layer._replace(update=found)
         return None
 
@@ -247,14 +247,14 @@ class Steps:
         """scale * b(a(dropout(x)))."""
         node, scale = self.strip(node), 1.0
         while (factor := self.factor(node)) is not None:
-            scale, node = scale * factor, self.strip(node.inputs[0])
+            scale, node = scale * factor, self.input_of(node)
         pair = []
         for _ in "ba":
             linear = self.linear_leaf(node)
             if linear is None or linear.bias is not None or linear.weight.form:
                 return None
             dropouts: list[Probability] = []
-            pair, reader, node = [linear.weight, *pair], node, self.strip(node.inputs[0])
+            pair, reader, node = [linear.weight, *pair], node, linear.input
         if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
             raise Unreadable("low-rank updates that share one dropout's mask")
         node = self.strip(node, dropouts)
@@ -315,7 +315,7 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
         if is_linear(leaf):
             return found
         # a forward of its own may quantise in some modes or dtypes alone
-        like, x = functools.partial(_linear, leaf, form), torch.randn(3, k, dtype=weight.dtype, device=weight.device)
+        like, x = functools.partial(_linear, leaf, form), weight.new_empty(3, k).normal_()
         if first_like(leaf, x, [(like, found)]) and agrees_in_16_bits(leaf, like, x):
             return found
     return None
@@ -332,10 +332,10 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
         return None
     values = leaf.__dict__.values()
     epsilons = dict.fromkeys(v for v in values if isinstance(v, float) and 0 < v <= 1e-2)
-    tensors = (*own.values(), *(b for b in leaf._buffers.values() if b is not None and b.is_floating_point()))
+    tensors = (*own.values(), *filter(is_floating, leaf._buffers.values()))
     tensor = next(iter(tensors), torch.zeros(()))
     # rows of about the size of sqrt(eps), too, where another eps shows
-    x = torch.randn(6, features, dtype=tensor.dtype, device=tensor.device) + 0.5
+    x = tensor.new_empty(6, features).normal_() + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
     ways = []
     for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)):
@@ -371,7 +371,7 @@ def find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
     if len(own) != 1:
         return None
     ((name, weight),) = own.items()
-    x = torch.randn(3, 2, node.shape[-1], dtype=weight.dtype, device=weight.device)
+    x = weight.new_empty(3, 2, node.shape[-1]).normal_()
     ways = [(lambda x: x * weight, Weight(f"{path}.{name}"))]
     return first_like(leaf, x, ways) if weight.shape == node.shape[-1:] else None
 
@@ -437,7 +437,7 @@ class Update(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A linear layer where it is applied: what it reads, and its low-rank update."""
+    """A linear layer where it is applied: what it reads, without views, and its low-rank update."""
 
     weight: Weight
     bias: Weight | None
@@ -502,7 +502,7 @@ def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]
 
 @dataclass
 class Part:
-    """What was read of a sublayer: its op's arguments, the node that it reads, and the open choices."""
+    """What was read of a sublayer: its op's arguments, the node that it reads, without views, and the open choices."""
 
     arguments: dict[str, Any]
     input: Node
@@ -515,7 +515,7 @@ class Part:
 
 def prefixed(template: Any, path: str) -> Any:
     """A template of a submodule's parameters as one of its parent's."""
-    if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
+    if isinstance(template, (Weight, Scale, Probability)):
         return template._replace(path=f"{path}.{template.path}" if template.path else path)
     if isinstance(template, Update):
         return Update(*(prefixed(one, path) for one in template))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .. import nn as ours
-from ..conversion.arguments import look_up
 from ..conversion.binding import Fused, Own
 from ..conversion.reading import Weight
 
@@ -176,8 +176,7 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
 
 
 def parameter(module: nn.Module, weight: Weight) -> Tensor:
-    owner, name = look_up(module, weight.path)
-    return getattr(owner, name)
+    return attrgetter(weight.path)(module)
 
 
 def is_transposed(module: nn.Module, weight: Weight) -> bool:
