@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .calls import pattern_of
 from .guard import inside, objects_of, ties_of
-from .trace import Call, leaves_of, plain_attributes
+from .trace import Call, plain_attributes, tensors_in
 
 
 class Numbers(NamedTuple):
@@ -58,11 +58,10 @@ def number_in(name: str) -> int | None:
 
 def call_kinds(calls: list[Call]) -> list[tuple]:
     """Patterns of the arguments, and their shapes."""
-    kinds = []
-    for args, kwargs in calls:
-        shapes = [t.shape for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-        kinds.append((*kwargs, pattern_of((*args, *kwargs.values()), []), *shapes))
-    return kinds
+    return [
+        (*kwargs, pattern_of((*args, *kwargs.values()), []), *(t.shape for t in tensors_in((args, kwargs))))
+        for args, kwargs in calls
+    ]
 
 
 def description(module: nn.Module) -> list[tuple]:

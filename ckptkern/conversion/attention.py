@@ -26,7 +26,7 @@ from .reading import (
     layers_as,
     updates,
 )
-from .trace import Node, Unreadable
+from .trace import Node, Unreadable, leaves_of
 
 # What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
 ROTATING = (
@@ -264,7 +264,7 @@ def _from_first_row(view: Node) -> bool:
     """Is it made by views that begin at the first row?"""
     while view.inputs:
         if view.is_function("__getitem__"):
-            keys = view.args[1] if isinstance(view.args[1], tuple) else (view.args[1],)
+            keys = leaves_of(view.args[1])
             if any(isinstance(key, int) or (isinstance(key, slice) and key.start not in (None, 0)) for key in keys):
                 return False
         elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split", "roll"):
@@ -306,17 +306,16 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
             else:
                 causal = True  # a guess, which must hold for another length too
         else:
-            found.append((_mask(steps, one, sliced), node.shape))
+            found.append((len(one.shape) < 4 or one.shape[1] == 1, _mask(steps, one, sliced)))
     if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
-        if any(isinstance(mask, Argument) for mask, _ in found):
+        if any(isinstance(mask, Argument) for _, mask in found):
             raise Unreadable(f"{len(found)} masks are added")
         sums: dict[bool, Node] = {}
-        for mask, shape in found:
-            alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
-            sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
-        found = [(Computed(node), node.shape) for node in sums.values()]
+        for alike, mask in found:
+            sums[alike] = call(torch.add, sums[alike], mask.node) if alike in sums else mask.node
+        found = [(alike, Computed(node)) for alike, node in sums.items()]
     # of two masks the first may be trained: that is a bias, which differs from head to head
-    masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
+    masks = [mask for _, mask in sorted(found, key=lambda one: one[0])]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
@@ -335,10 +334,10 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
         return Argument(mask.source)
     if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
         return Argument(mask.source, "columns")
-    if sliced and shape[:-1] == wanted[:-1] and seen.is_function("__getitem__") and seen.inputs[0] is mask:
-        last = seen.args[1][-1] if isinstance(seen.args[1], tuple) else None
-        if last == slice(shape[-1] - wanted[-1], None) and wanted[-1] < shape[-1]:
-            return Argument(mask.source, "last columns")
+    keys = leaves_of(seen.args[1]) if seen.is_function("__getitem__") and seen.inputs[0] is mask else [None]
+    is_shorter = sliced and shape[:-1] == wanted[:-1] and wanted[-1] < shape[-1]
+    if is_shorter and keys[-1] == slice(shape[-1] - wanted[-1], None):
+        return Argument(mask.source, "last columns")
     if len(shape) in (2, 3) and wanted == (shape[0], *(1,) * (4 - len(shape)), *shape[1:]):
         return Argument(mask.source, "all heads")
     return Computed(seen)

@@ -33,7 +33,7 @@ from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
 from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
-from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes, trace
+from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
 FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
@@ -47,13 +47,13 @@ class _Seen(Exception):
 
 def experts_call(flat: list[Any]) -> tuple[int, int, int]:
     """The places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
-    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    index = [i for i in tensors if not (flat[i].is_floating_point() or flat[i].dtype == torch.bool)]
-    floating = [i for i in tensors if flat[i].is_floating_point()]
-    if len(tensors) != 3 or len(index) != 1 or len(floating) != 2:
+    floating = [i for i, value in enumerate(flat) if is_floating(value)]
+    others = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and i not in floating]
+    if len(floating) != 2 or len(others) != 1 or flat[others[0]].dtype == torch.bool:
         raise Unreadable("experts that are not called with a tensor, indices and weights")
-    x, weights = floating if flat[floating[1]].shape == flat[index[0]].shape else floating[::-1]
-    return x, index[0], weights
+    (index,) = others
+    x, weights = floating if flat[floating[1]].shape == flat[index].shape else floating[::-1]
+    return x, index, weights
 
 
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
@@ -193,10 +193,10 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     """Its call with one tensor x [..., d]. Raises Unreadable."""
     parts = parts_of(module)
-    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    if len(tensors) != 1 or not flat[tensors[0]].is_floating_point() or flat[tensors[0]].dim() < 2:
+    tensors = tensors_in(flat)
+    if len(tensors) != 1 or not is_floating(tensors[0]) or tensors[0].dim() < 2:
         raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
-    x = flat[tensors[0]]
+    (x,) = tensors
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
     parameters = dict(module.named_parameters())
     w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
@@ -228,7 +228,8 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
-    return Reading("moe_block", arguments, tensors[0], [found, *choices], parts.router if is_logits else "")
+    place = next(i for i, value in enumerate(flat) if value is x)
+    return Reading("moe_block", arguments, place, [found, *choices], parts.router if is_logits else "")
 
 
 @contextlib.contextmanager

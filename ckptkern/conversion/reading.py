@@ -330,8 +330,7 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     own, features = _parameters(leaf), node.shape[-1]
     if len(own) > 2 or any(p.shape != (features,) for p in own.values()):
         return None
-    values = leaf.__dict__.values()
-    epsilons = dict.fromkeys(v for v in values if isinstance(v, float) and 0 < v <= 1e-2)
+    epsilons = [v for v in leaf.__dict__.values() if isinstance(v, float) and 0 < v <= 1e-2]
     tensors = (*own.values(), *filter(is_floating, leaf._buffers.values()))
     tensor = next(iter(tensors), torch.zeros(()))
     # rows of about the size of sqrt(eps), too, where another eps shows
@@ -387,14 +386,11 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
     leaf.training = was
     if identity is None or dropped is None or dropped.shape != x.shape or not torch.equal(identity, x):
         return None
-    samples = dropped[:, :1, :1]
-    is_zero = samples == 0
+    is_zero = dropped[:, :1, :1] == 0
     share = float(is_zero.float().mean())
-    if not (0 < share < 1 and torch.equal(dropped, samples.expand_as(dropped))):
-        return None
     for attribute, p in leaf.__dict__.items():
-        is_near = isinstance(p, float) and 0 < p < 1 and abs(share - p) < 0.1
-        if is_near and same(samples, torch.where(is_zero, 0.0, 1 / (1 - p))):
+        is_near = isinstance(p, float) and 0 < p < 1 and 0 < share < 1 and abs(share - p) < 0.1
+        if is_near and same(dropped, torch.where(is_zero, 0.0, 1 / (1 - p)).expand_as(dropped)):
             return Probability(path, attribute, p)
     return None
 
