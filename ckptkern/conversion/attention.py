@@ -18,7 +18,6 @@ from .reading import (
     VIEWS,
     Argument,
     Layer,
-    Norm,
     Part,
     Steps,
     Weight,
@@ -160,7 +159,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     layers = [steps.linear(one, "a projection") for one in nodes]
     crossing = _crossing(*(one.input for one in layers))
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
-    gated: dict[str, Any] = {}
+    gated = {}
     if gate is nodes[0]:
         if gate in nodes[1:]:
             raise Unreadable("a gate in one projection with q and k or v")
@@ -403,30 +402,29 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
         "kv_b": steps.linear(kv_b, "k and v"),
     }
     x, norms = layers["kv_a"].input, {}
-    latent, norms["kv_a"] = _before_norm(steps, layers["kv_b"].input)
-    if latent is not kv_a:
+
+    def before_norm(name: str, node: Node) -> Node:
+        """What the norm of this latent reads, or the node itself."""
+        if (norm := steps.norm(node)) is None:
+            return node
+        norms[name] = norm
+        return steps.input_of(node)
+
+    if (latent := before_norm("kv_a", layers["kv_b"].input)) is not kv_a:
         raise steps.refuse("k and v are not projected from a latent but from", latent)
     if layers["q"].input is not x:
-        latent, norms["q_a"] = _before_norm(steps, layers["q"].input)
-        layers["q_a"] = steps.linear(latent, "the latent of q")
+        layers["q_a"] = steps.linear(before_norm("q_a", layers["q"].input), "the latent of q")
         if layers["q_a"].input is not x:
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
         raise Unreadable("latent attention with low-rank updates")
     found = layers_as(**layers)
-    used = {name: norm for name, norm in norms.items() if norm is not None}
-    if any(norm.kind != "rms" or norm.bias is not None for norm in used.values()):
-        raise Unreadable("a norm of a latent that is not an RMS norm")
-    if len({norm.eps for norm in used.values()}) > 1:
-        raise Unreadable("norms of latents that differ in their epsilon")
-    for name, norm in used.items():
-        found |= {f"{name}_norm_weight": norm.weight, "latent_norm_eps": norm.eps}
-    if any(norm.weight is None for norm in used.values()):
-        raise Unreadable("a norm of a latent without a weight")
+    for name, norm in norms.items():
+        if norm.kind != "rms" or norm.bias is not None:
+            raise Unreadable("a norm of a latent that is not an RMS norm")
+        if norm.weight is None:
+            raise Unreadable("a norm of a latent without a weight")
+        if found.setdefault("latent_norm_eps", norm.eps) != norm.eps:
+            raise Unreadable("norms of latents that differ in their epsilon")
+        found[f"{name}_norm_weight"] = norm.weight
     return found, x
-
-
-def _before_norm(steps: Steps, node: Node) -> tuple[Node, Norm | None]:
-    """(what the norm reads, the norm), or the node itself."""
-    norm = steps.norm(node)
-    return (node, None) if norm is None else (steps.input_of(node), norm)

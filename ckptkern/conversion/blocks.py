@@ -152,10 +152,9 @@ def named_errors() -> Iterator[None]:
 
 def around(module: nn.Module, calls: list[Call]) -> Around | None:
     """None for a layer that was not called, or whose call cannot be measured."""
-    try:
-        return Around(module, calls[0]) if calls else None
-    except Exception:  # whatever a forward makes of a call in training, without its cache: the layer stays as it is
-        return None
+    with contextlib.suppress(Exception):  # whatever a forward makes of a call in training, without its cache
+        return Around(module, calls[0])
+    return None
 
 
 def error_of(forward: General, calls: list[Call]) -> float | None:

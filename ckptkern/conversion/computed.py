@@ -193,11 +193,9 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
             yield from templates(one, kind)
 
 
-def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed | None:
-    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. None if these are not
-    alike."""
-    if list(map(len, before)) != list(map(len, after)):
-        return None
+def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed:
+    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. Raises ValueError if
+    these are not alike."""
     found: Followed = {}
     for at, (ours, theirs) in enumerate(zip(before, after, strict=True)):
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):

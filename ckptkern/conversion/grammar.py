@@ -53,7 +53,7 @@ class Grammar(Steps):
             return Part(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
-        arguments: dict[str, Any] = {"dropout_p": self.probability(hidden)}
+        arguments = {"dropout_p": self.probability(hidden)}
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(z, "what the activation reads")
@@ -82,8 +82,7 @@ class Grammar(Steps):
 
     def branch(self, node: Node, core) -> Part:
         """[drop path] [scale] [norm] [dropout] core."""
-        around: dict[str, Any] = {}
-        after: list[Probability] = []
+        around, after = {}, []
         node = self.strip(node)
         if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
@@ -124,7 +123,7 @@ class Grammar(Steps):
 
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
         """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
-        found: dict[str, Any] = {}
+        found = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
             found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
         if node.is_function("mul") and (pair := self.of_samples(node)) is not None:
@@ -259,7 +258,7 @@ class Grammar(Steps):
 
 
 def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, parallel: bool = False) -> Reading:
-    arguments: dict[str, Any] = {"parallel": True} if parallel else {}
+    arguments = {"parallel": True} if parallel else {}
     parts = {"attention_arguments": attention, "cross_attention_arguments": cross, "mlp_arguments": mlp}
     choices = []
     for name, part in parts.items():

@@ -84,8 +84,7 @@ def random_states(x: Tensor) -> tuple:
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
     """(index, weights, what the router returns) for x, in the present mode; the first two [rows, k], with which the block
     calls its experts, which do not run. Raises Unreadable."""
-    seen: list[Any] = []
-    returned: list[Any] = [None]
+    seen, returned = [], [None]
 
     def stop(_, inner: tuple, named: dict[str, Any]) -> None:
         seen.extend(leaves_of((inner, named)))
@@ -201,7 +200,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     parameters = dict(module.named_parameters())
     w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
     logits = F.linear(many.flatten(0, -2), w, b)
-    readings: list[list[dict[str, Any]]] = []
+    readings = []
     # the plain numbers among the attributes of the block and its router
     values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
     numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
@@ -213,13 +212,13 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     found = [one for one in readings[0] if all(one in others for others in readings)]
     if not found:
         raise Unreadable("its router scores or chooses in another way than moe_block")
-    arguments: dict[str, Any] = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
+    arguments = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
     own = ("router_weight", "router_bias", "shared_expert_gate")
     arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
     o = SimpleNamespace(**found[0], top_k=index.shape[-1])
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
-    choices: Choices = [[{"activation": name} for name in ACTIVATIONS]]
+    choices = [[{"activation": name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, module.get_submodule(parts.shared), x)
         lora = arguments.pop("lora", {}) | shared.pop("lora")
@@ -310,29 +309,6 @@ def _activation(module: nn.Module) -> str:
     return name
 
 
-def experts_forward(
-    recompute: str,
-    workspace: int | str | None,
-    module: nn.Module,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
-    return ops.moe_mlp(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        module.gate_up_proj,
-        module.down_proj,
-        _activation(module),
-        gate_up_bias=getattr(module, "gate_up_proj_bias", None),
-        down_bias=getattr(module, "down_proj_bias", None),
-        recompute=recompute,
-        workspace=workspace,
-    )
-
-
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
 
@@ -349,4 +325,18 @@ def register_experts(name: str = "ckptkern", recompute: str = "full", workspace:
         raise ImportError(hint)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recompute, workspace))
+    def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return ops.moe_mlp(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            module.gate_up_proj,
+            module.down_proj,
+            _activation(module),
+            gate_up_bias=getattr(module, "gate_up_proj_bias", None),
+            down_bias=getattr(module, "down_proj_bias", None),
+            recompute=recompute,
+            workspace=workspace,
+        )
+
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..nn.activations import recognised
 from ..nn.layer import Dropout
-from .check import TOLERANCE, Check
+from .check import TOLERANCE, Check, in_dtype, replacing
 from .trace import Node, Unreadable, is_floating, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -92,7 +92,7 @@ def check_of(leaf: nn.Module, like: Callable[[Tensor], Tensor]) -> Check:
 def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor], Tensor], Any]]) -> Any:
     """What comes with the first of these functions that the leaf computes of x, and in training and in evaluation of its first
     rows, with the same gradients; None if it computes none."""
-    y, was, parameters = _outcome(leaf, x), leaf.training, list(_parameters(leaf).values())
+    y, was, parameters = _outcome(leaf, x), leaf.training, list(leaf.parameters(recurse=False))
     for like, found in ways if y is not None else ():
         if not same(y, like(x)):
             continue
@@ -111,17 +111,15 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
 
 def agrees_in_16_bits(leaf: nn.Module, like: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
-    own, kind = _parameters(leaf), x.device.type
-    narrow = {name: nn.Parameter(p.to(torch.bfloat16)) for name, p in own.items()}
-    for parameters, autocast in ((narrow, False), (own, is_autocast_available(kind))):
-        leaf._parameters.update(parameters)
-        try:
-            with torch.autocast(kind, torch.bfloat16, enabled=autocast):
-                check_of(leaf, like).require([("", [x if autocast else x.to(torch.bfloat16)])], LIKE_ROUNDING)
-        except Unreadable:
-            return False
-        finally:
-            leaf._parameters.update(own)
+    check, kind = check_of(leaf, like), x.device.type
+    narrow = functools.partial(in_dtype, dtype=torch.bfloat16)
+    try:
+        with replacing(leaf, narrow):
+            check.require([("", [narrow(x)])], LIKE_ROUNDING)
+        with torch.autocast(kind, torch.bfloat16, enabled=is_autocast_available(kind)):
+            check.require([("", [x])], LIKE_ROUNDING)
+    except Unreadable:
+        return False
     return True
 
 
@@ -170,8 +168,8 @@ class Steps:
     def norm(self, node: Node) -> Norm | None:
         if node.is_function("layer_norm", "rms_norm"):
             kind = node.source.removesuffix("_norm")
-            names = ("input", "normalized_shape", "weight", "bias", "eps")
-            call = node.called_with(*(name for name in names if kind == "layer" or name != "bias"))
+            names = ("weight", "bias") if kind == "layer" else ("weight",)
+            call = node.called_with("input", "normalized_shape", *names, "eps")
             given = [call.get("weight"), call.get("bias")]
             if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in given):
                 return None
@@ -217,14 +215,12 @@ class Steps:
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
         """What a node shows through views, casts and, if they are collected, dropouts."""
         while True:
-            # not if another tensor chooses the elements
-            if node.is_function(*VIEWS, of=1) or node.is_function("type_as", "expand_as", "to"):
-                node = node.inputs[0]
-            elif dropouts is not None and (p := self.dropout(node)) is not None:
+            if dropouts is not None and (p := self.dropout(node)) is not None:
                 dropouts.append(p)
-                node = node.inputs[0]
-            else:
+            # not if another tensor chooses the elements
+            elif not (node.is_function(*VIEWS, of=1) or node.is_function("type_as", "expand_as", "to")):
                 return node
+            node = node.inputs[0]
 
     def input_of(self, node: Node) -> Node:
         """What a node's first input shows."""
@@ -359,10 +355,9 @@ def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
         return values.clone()  # functions in place are called as well
     if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
         raise Unreadable("not a function of one tensor")
-    function = getattr(F, node.source, None) or getattr(torch, node.source, None) or getattr(Tensor, node.source)
     given = (_evaluated(one, z, values) if isinstance(one, Node) else one for one in node.leaves)
     args, kwargs = recomputed((node.args, node.kwargs), given)
-    return function(*args, **kwargs)
+    return node.function(*args, **kwargs)
 
 
 def find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
