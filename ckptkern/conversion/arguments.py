@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +137,6 @@ def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
 
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     """How to get the live value of a template; None for a constant."""
-    partial = functools.partial
     if isinstance(value, Weight):
         path, _, name = value.path.rpartition(".")
         owner = module.get_submodule(path)

@@ -18,7 +18,7 @@ from .reading import (
     VIEWS,
     Argument,
     Layer,
-    Part,
+    Reading,
     Steps,
     Weight,
     in_training,
@@ -50,13 +50,13 @@ class Projection:
     linears: tuple[Node, ...] = ()
     norms: tuple[Node, ...] = ()
     outside: tuple[Node, ...] = ()  # arguments and other tensors that meet it: rotary tables
-    tables: tuple[Node, ...] = ()  # the same as they are used, views of them
+    from_first_row: bool = True  # are these used, in views of them?
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
     unit: bool = False  # rows have length 1: torch's normalize
 
 
-def read_attention(steps: Steps, node: Node) -> Part:
+def read_attention(steps: Steps, node: Node) -> Reading:
     """The sublayer, whose q, k and v are projected from its input, or from a latent. Raises Unreadable."""
     if isinstance(steps.leaf(node), nn.MultiheadAttention):
         return _of_module(steps, node)
@@ -95,7 +95,7 @@ def read_attention(steps: Steps, node: Node) -> Part:
         | {"scale": core.scale * factor}
         | _masks(steps, core.masks, sliced="key_value" not in arguments)
     )
-    return Part(arguments, x, [*choices, rotary])
+    return Reading(arguments, x, [*choices, rotary])
 
 
 # -- what is before it
@@ -112,7 +112,7 @@ def projection(steps: Steps, node: Node, found: Projection, apart: bool = False)
     if node.kind in ("argument", "constant", "parameter"):
         if node not in found.outside:
             found.outside += (node,)
-        found.tables += (view,)
+        found.from_first_row &= _from_first_row(view)
         return found
     how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
     is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
@@ -134,7 +134,6 @@ def projection(steps: Steps, node: Node, found: Projection, apart: bool = False)
             found = projection(steps, one, replace(found), True)
         except Unreadable:
             found.outside += (one,)  # a table that is computed
-            found.tables += (one,)
     return found
 
 
@@ -212,9 +211,9 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         if not (q.unit and k.unit) or q.norms or k.norms:
             raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
         _, H, _, D = core.query.shape
-        factor = ones = call(torch.ones, D, device=torch.device("cpu"), shape=(D,))
+        factor = ones = call(torch.ones, D, device=torch.device("cpu"))
         if core.head_scale is not None:
-            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
+            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D)
         # normalize divides by 1e-12 at least, so that a row of zeros is zero
         return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
     if not q.norms and not k.norms:
@@ -244,7 +243,7 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
     if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
         found = ", ".join(map(steps.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {found}")
-    if not all(map(_from_first_row, [*q.tables, *k.tables])):
+    if not (q.from_first_row and k.from_first_row):
         raise Unreadable("rotary tables that are not read from their first row")
     if is_complex:
         tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
@@ -319,7 +318,7 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
-def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:
+def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed | None:
     """The argument that the core's mask is, and how it is viewed; or what it is computed of. sliced: it may have more columns
     than there are keys."""
     if seen is None:
@@ -345,7 +344,7 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
 # -- torch's own module
 
 
-def _of_module(steps: Steps, node: Node) -> Part:
+def _of_module(steps: Steps, node: Node) -> Reading:
     """Attention by an nn.MultiheadAttention inside the module."""
     module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
@@ -374,7 +373,7 @@ def _of_module(steps: Steps, node: Node) -> Part:
         **masks,
         **crossing,
     }
-    return Part(arguments, query)
+    return Reading(arguments, query)
 
 
 EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")

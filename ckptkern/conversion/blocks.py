@@ -303,13 +303,14 @@ class Cuts:
         if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts.values())):
             yield cuts[called]
             return
-        layers = called.inner
-        while self.is_list(called) and layers:
-            cut, layers = self.run(called, layers, bound)
-            yield from self.within(bound, cut) if isinstance(cut, Called) else (cut,)
-        for one in layers:
-            if not is_converted(one.module):
+        first, is_list = 0, self.is_list(called)
+        while first < len(called.inner):
+            one, cut = called.inner[first], self.run(called, first, bound) if is_list else None
+            if cut is not None:
+                yield cut
+            elif not is_converted(one.module):
                 yield from self.within(bound, one)
+            first = first + 1 if cut is None else cut.layers[1]
 
     def is_list(self, called: Called) -> bool:
         """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once. It
@@ -326,16 +327,16 @@ class Cuts:
             and has_convolutions(module)
         )
 
-    def run(self, called: Called, layers: list[Called], bound: int) -> tuple[Cut | Called, list[Called]]:
-        """Returns (the longest run of torch's layers from the first on that is a checkpoint within the bound, or the first
-        layer, which is looked into; the layers behind it)."""
-        first = len(called.inner) - len(layers)
+    def run(self, called: Called, first: int, bound: int) -> Cut | None:
+        """Returns the longest run of torch's layers from the first on that is a checkpoint within the bound; None if the first
+        is to be looked into."""
+        layers = called.inner[first:]
         most = next((i for i, one in enumerate(layers) if one.module in self.holds or one.module._modules), len(layers))
         for count in range(most, 1, -1):
             cut = Cut(self.record, layers[:count], called.module, (first, first + count))
             if cut.size <= bound and cut.gains:
-                return cut, layers[count:]
-        return layers[0], layers[1:]
+                return cut
+        return None
 
     def peak(self, cuts: Sequence[Cut]) -> tuple[int, int]:
         """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward comes to a saved tensor, what

@@ -18,7 +18,6 @@ from torch import nn
 from .attention import read_attention
 from .computed import Computed
 from .reading import (
-    Part,
     Probability,
     Reading,
     Steps,
@@ -40,7 +39,7 @@ class Grammar(Steps):
 
     # -- cores
 
-    def mlp(self, node: Node) -> Part:
+    def mlp(self, node: Node) -> Reading:
         """An MLP, gated or not, or an MoE block, which is a leaf of the graph and was read by itself."""
         if node.kind == "module" and (block := self.blocks.get(node.source)) is not None:
             if isinstance(block, Unreadable):
@@ -50,14 +49,14 @@ class Grammar(Steps):
             self.layers_read += 1
             given = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
-            return Part(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
+            return Reading(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
         arguments = {"dropout_p": self.probability(hidden)}
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(z, "what the activation reads")
-            return Part(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
+            return Reading(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if not h.is_function("mul", of=2):
             raise self.refuse("the hidden layer ends in", h)
         a, b = (self.strip(one) for one in h.inputs)
@@ -73,14 +72,14 @@ class Grammar(Steps):
             elif gate_layer.input is not up.input:
                 continue
             orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
-            return Part(
+            return Reading(
                 arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
             )
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     # -- sublayers
 
-    def branch(self, node: Node, core) -> Part:
+    def branch(self, node: Node, core) -> Reading:
         """[drop path] [scale] [norm] [dropout] core."""
         around, after = {}, []
         node = self.strip(node)
@@ -104,7 +103,7 @@ class Grammar(Steps):
             return factor, self.input_of(node)
         if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
-            return None if weight is None else (weight, self.input_of(node))
+            return weight and (weight, self.input_of(node))
         for one, other in node.pairs:
             if one.kind == "parameter" != other.kind and len(one.shape) == 1:
                 return Weight(one.source), self.strip(other)
@@ -140,7 +139,7 @@ class Grammar(Steps):
         """Of two tensors, and not a linear layer with its update."""
         return node.is_function("add", of=2) and self.linear_of(node) is None
 
-    def sublayer(self, node: Node, core) -> Part:
+    def sublayer(self, node: Node, core) -> Reading:
         node, trailing = self.strip(node), None
         if self.norm(node) is not None:
             trailing, node = node, self.input_of(node)
@@ -158,18 +157,18 @@ class Grammar(Steps):
             x = self.strip(residual)
             if trailing is None:
                 part = self.with_norm(part, x)
-            elif part.input is x:
+            elif part.x is x:
                 part.arguments |= {"residual": True, "norm_first": False, **self.norm_arguments(trailing)}
-            if part.input is x:
+            if part.x is x:
                 return part
             reasons.append("the residual is not what the branch reads")
         raise Unreadable(max(reasons, key=len))
 
-    def with_norm(self, part: Part, x: Node | None) -> Part:
+    def with_norm(self, part: Reading, x: Node | None) -> Reading:
         """The part with the norm that it reads from. x: the residual, if there is one."""
         part.arguments["residual"] = x is not None
-        if part.input is not x and (normed := self.normed(part.input)) is not None:
-            arguments, part.input = normed
+        if part.x is not x and (normed := self.normed(part.x)) is not None:
+            arguments, part.x = normed
             part.arguments |= arguments
         return part
 
@@ -202,30 +201,32 @@ class Grammar(Steps):
                 reasons.append(str(reason))
                 continue
             for part in (attention, mlp):
-                if self.with_norm(part, None).input is not arguments[0]:
-                    raise self.refuse("a branch of a sum reads", part.input)
+                if self.with_norm(part, None).x is not arguments[0]:
+                    raise self.refuse("a branch of a sum reads", part.x)
                 del part.arguments["residual"]
             return layer_of(attention, mlp, arguments[0], parallel=True)
         raise Unreadable(max(reasons, key=len))
 
     def layer(self, node: Node) -> Reading:
         mlp = self.sublayer(node, Grammar.mlp)
-        if mlp.input.kind == "argument":
-            return mlp.reading("moe_block" if "router_weight" in mlp.arguments else "mlp_block")
-        attention, cross = self.sublayer(mlp.input, read_attention), None
-        if attention.input.kind != "argument" and "key_value" in attention.arguments:
-            attention, cross = self.sublayer(attention.input, read_attention), attention
+        if mlp.x.kind == "argument":
+            mlp.op = "moe_block" if "router_weight" in mlp.arguments else "mlp_block"
+            return mlp
+        attention, cross = self.sublayer(mlp.x, read_attention), None
+        if attention.x.kind != "argument" and "key_value" in attention.arguments:
+            attention, cross = self.sublayer(attention.x, read_attention), attention
             if "router_weight" in mlp.arguments:
                 raise Unreadable("an MoE layer with cross-attention")
-        if attention.input.kind != "argument":
-            raise self.refuse("the attention sublayer reads", attention.input)
-        return layer_of(attention, mlp, attention.input, cross)
+        if attention.x.kind != "argument":
+            raise self.refuse("the attention sublayer reads", attention.x)
+        return layer_of(attention, mlp, attention.x, cross)
 
     def attention_alone(self, node: Node) -> Reading:
         part = self.sublayer(node, read_attention)
-        if part.input.kind != "argument":
-            raise self.refuse("attention reads", part.input)
-        return part.reading("latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block")
+        if part.x.kind != "argument":
+            raise self.refuse("attention reads", part.x)
+        part.op = "latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block"
+        return part
 
     def chain(self, node: Node) -> Reading:
         """act(linear(... act(linear(x)))), one activation throughout."""
@@ -249,15 +250,17 @@ class Grammar(Steps):
             raise Unreadable("not a chain of linear layers with one activation")
         if len(weights) == 1:
             arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
-            return Reading("linear_act", arguments, node.source)
+            return Reading(arguments, node, op="linear_act")
         if len({bias is None for bias in biases}) > 1:
             raise Unreadable("only some layers of a chain have a bias")
         biases = None if biases[0] is None else biases
         arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
-        return Reading("linear_stack", arguments, node.source)
+        return Reading(arguments, node, op="linear_stack")
 
 
-def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, parallel: bool = False) -> Reading:
+def layer_of(
+    attention: Reading, mlp: Reading, x: Node, cross: Reading | None = None, parallel: bool = False
+) -> Reading:
     arguments = {"parallel": True} if parallel else {}
     parts = {"attention_arguments": attention, "cross_attention_arguments": cross, "mlp_arguments": mlp}
     choices = []
@@ -266,7 +269,7 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
             arguments[name] = part.arguments
             for choice in part.choices:
                 choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
-    return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
+    return Reading(arguments, x, choices, mlp.logits_of, "transformer_layer")
 
 
 def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Reading:
@@ -275,7 +278,9 @@ def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Readi
     for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
         grammar.layers_read, grammar.masked = 0, {}
         try:
-            return way(output)
+            found = way(output)
+            found.x = found.x.source
+            return found
         except Unreadable as reason:
             refusals.append((grammar.layers_read, str(reason)))
     raise Unreadable(max(refusals, key=lambda one: one[0])[1])

@@ -228,7 +228,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
     place = next(i for i, value in enumerate(flat) if value is x)
-    return Reading("moe_block", arguments, place, [found, *choices], parts.router if is_logits else "")
+    return Reading(arguments, place, [found, *choices], parts.router if is_logits else "", "moe_block")
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
     """
     x, index, weights = experts_call(flat)
     arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | arguments_of_experts(module)
-    return Reading("moe_mlp", arguments, x, [[{"activation": name} for name in ACTIVATIONS]])
+    return Reading(arguments, x, [[{"activation": name} for name in ACTIVATIONS]], op="moe_mlp")
 
 
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:

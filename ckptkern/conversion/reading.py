@@ -193,7 +193,7 @@ class Steps:
                     behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
-        return None if name is None else (name, self.input_of(node))
+        return name and (name, self.input_of(node))
 
     # -- dropout
 
@@ -276,8 +276,7 @@ class Steps:
         return 1 / number if node.is_function("div") else float(number)
 
     def linear(self, node: Node, what: str) -> Layer:
-        found = self.linear_of(node)
-        if found is None:
+        if (found := self.linear_of(node)) is None:
             raise self.refuse(f"{what} is not a linear layer but", node)
         self.layers_read += 1
         return found
@@ -462,18 +461,19 @@ Choices = list[list[dict[str, Any]]]
 
 @dataclass
 class Reading:
-    """A fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input.
+    """A fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input. Of a sublayer
+    that is being read, op is "", and x the node that it reads, without views.
 
     logits_of: the path of an MoE's router whose first result is the logits, whose hooks are given them; "" if there is none.
     result: how the output lies in what forward returns. apart: a function that forward leaves out of autocast, and the op would
     not.
     """
 
-    op: str
     arguments: dict[str, Any]
-    x: int
+    x: Any
     choices: Choices = field(default_factory=list)
     logits_of: str = ""
+    op: str = ""
     result: tuple | None = None
     apart: str = ""
 
@@ -489,19 +489,6 @@ class Reading:
 def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     name, _, rest = path.partition(".")
     return arguments | {name: _changed(arguments[name], rest, value) if rest else value}
-
-
-@dataclass
-class Part:
-    """What was read of a sublayer: its op's arguments, the node that it reads, without views, and the open choices."""
-
-    arguments: dict[str, Any]
-    input: Node
-    choices: Choices = field(default_factory=list)
-    logits_of: str = ""
-
-    def reading(self, op: str) -> Reading:
-        return Reading(op, self.arguments, self.input.source, self.choices, self.logits_of)
 
 
 def prefixed(template: Any, path: str) -> Any:
