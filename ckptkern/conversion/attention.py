@@ -287,20 +287,20 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
 
 
 def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
-    """attn_mask and is_causal, from what is added to the scores or hides some."""
-    found, causal, open_ = [], False, list(seen)
-    while open_:
-        one = open_.pop()
+    """attn_mask and is_causal, from what is added to the scores or hides some. seen: is emptied."""
+    found, causal = [], False
+    while seen:
+        one = seen.pop()
         node = steps.strip(one)
         if is_causal_buffer(steps, one):
             causal = True
         elif node.is_function("add", of=2):
-            open_ += node.inputs
+            seen += node.inputs
         elif node.is_function("where", of=2) and len(node.args) == 3:
             condition, bias = node.inputs
-            open_.append(bias)
+            seen.append(bias)
             if steps.strip(condition).kind == "argument":
-                open_.append(condition)
+                seen.append(condition)
             else:
                 causal = True  # a guess, which must hold for another length too
         else:

@@ -116,16 +116,16 @@ class Resolver:
     def __init__(self, module: nn.Module, x: int, followed: Followed | None):
         self.module, self.x, self.followed = module, x, followed
         self.steps: dict[int, Step] = {}
-        self.free: dict[int, bool] = {}  # of the input, by the id of a node
+        self.free: dict[Node, bool] = {}  # of the input
 
     def is_free(self, node: Node) -> bool:
         """Is it computed without the input, as far as the trace sees?"""
-        if id(node) not in self.free:
+        if node not in self.free:
             # a function that is not known has changed memory that the node shares
             is_known = node.kind != "function" or node.function is not None
             is_input = node.kind == "argument" and node.source == self.x
-            self.free[id(node)] = is_known and not is_input and all(map(self.is_free, node.inputs))
-        return self.free[id(node)]
+            self.free[node] = is_known and not is_input and all(map(self.is_free, node.inputs))
+        return self.free[node]
 
     def value(self, node: Node) -> Result | Argument | Weight:
         if not self.is_free(node):

@@ -260,10 +260,11 @@ class Steps:
         """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
         parts = path.split(".")
         for i in range(len(parts) - 1):
-            held = vars(self.module.get_submodule(".".join(parts[:i]))).get(SCALING)
+            owner = ".".join(parts[:i])
+            held = vars(self.module.get_submodule(owner)).get(SCALING)
             for adapter in parts[i:]:
                 if type(held) is dict and held.get(adapter) == scale:
-                    return Scale(".".join(parts[:i]), adapter)
+                    return Scale(owner, adapter)
         return scale
 
     def factor(self, node: Node) -> float | None:
@@ -305,20 +306,20 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
         return None
+
+    def like(x: Tensor) -> Tensor:  # in the form that is tried
+        weight = leaf._parameters["weight"]
+        return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
+
     for form, (n, k) in (("", weight.shape), ("t", weight.shape[::-1])):
         found = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
         if is_linear(leaf):
             return found
         # a forward of its own may quantise in some modes or dtypes alone
-        like, x = functools.partial(_linear, leaf, form), weight.new_empty(3, k).normal_()
+        x = weight.new_empty(3, k).normal_()
         if first_like(leaf, x, [(like, found)]) and agrees_in_16_bits(leaf, like, x):
             return found
     return None
-
-
-def _linear(leaf: nn.Module, form: str, x: Tensor) -> Tensor:
-    weight = leaf._parameters["weight"]
-    return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 
 
 def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
