@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .calls import pattern_of
 from .guard import OF_EVERY_MODULE, ties_of
 from .protection import FULLY_SHARD
-from .trace import PLAIN_VALUES, Call
+from .trace import PLAIN_VALUES, Call, tensors_in
 
 
 class Numbers(NamedTuple):
@@ -59,11 +59,7 @@ def number_in(name: str) -> int | None:
 
 def call_kinds(calls: list[Call]) -> list[tuple]:
     """Patterns of the arguments, and their shapes."""
-    kinds = []
-    for call in calls:
-        flat: list[Any] = []
-        kinds.append((pattern_of(call, flat), *(t.shape for t in flat if isinstance(t, Tensor))))
-    return kinds
+    return [(pattern_of(call, []), *(t.shape for t in tensors_in(call))) for call in calls]
 
 
 def description(module: nn.Module) -> list[tuple]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +16,7 @@ from ..frozen import Frozen, is_made_of
 from ..subclasses import PLAIN
 from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
-from .reading import SCALING, Argument, OfExperts, Probability, Rows, Scale, Table, Update, Weight
-
-
-def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """(the submodule that owns the parameter, its name there)."""
-    owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner), name
-
+from .reading import SCALING, Argument, Probability, Scale, Update, Weight
 
 # -- arguments of the fused op, from the live module and the live call
 
@@ -36,15 +29,24 @@ def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 class Parameter:
     parameters: dict[str, Tensor]
     name: str
-    form: str
+    taken: Weight
     owner: nn.Module
     frozen: Frozen | None = None  # stands in an op for one that is quantised
 
     def __call__(self, call: Inputs) -> Tensor:
-        value = self.parameters[self.name]
+        value, (_, form, part, count) = self.parameters[self.name], self.taken
         if type(value) not in PLAIN and not isinstance(value, Frozen) and self.hold():
             value = self.frozen
-        return value if not self.form else value.t() if self.form == "t" else value + 1
+        if form == "a":
+            return value.unflatten(0, (count, -1))
+        if form == "b":
+            return value.unflatten(1, (-1, count)).permute(2, 0, 1)
+        if count == 1:
+            return in_form(value, form, call.length)
+        key = id(self.parameters), self.name, count
+        if key not in call.parts:
+            call.parts[key] = in_form(value, form, call.length).chunk(count)
+        return call.parts[key][part]
 
     def hold(self) -> bool:
         """Makes what stands for a quantised parameter, unless it is held, of these very tensors and in its module's dtype."""
@@ -62,23 +64,8 @@ Parameter.hold._dynamo_marked_constant = (
 )
 
 
-def rows_of(parameter: Parameter, part: int, count: int, call: Inputs) -> Tensor:
-    key = id(parameter.parameters), parameter.name, count
-    if key not in call.parts:
-        call.parts[key] = parameter(call).chunk(count)
-    return call.parts[key][part]
-
-
-def of_experts(parameter: Parameter, factor: str, experts: int, call: Inputs) -> Tensor:
-    matrix = parameter(call)
-    if factor == "a":
-        return matrix.unflatten(0, (experts, -1))
-    return matrix.unflatten(1, (-1, experts)).permute(2, 0, 1)
-
-
-def live_form(values: Any, key: Any, form: str, call: Inputs) -> Any:
-    """values: a module's buffers, or None for the call's arguments."""
-    return in_form((call.flat if values is None else values)[key], form, call.length)
+def argument_of(index: int, form: str, call: Inputs) -> Any:
+    return in_form(call.flat[index], form, call.length)
 
 
 def probability_of(module: nn.Module | None, attribute: str, value: float, call: Inputs) -> float:
@@ -98,8 +85,8 @@ class Arguments:
 
     template: dict[Any, Any]
     live: list[tuple[Any, Callable[[Inputs], Any]]]
-    kind: type = dict
-    switches: dict[str, nn.Module] = field(default_factory=dict)
+    kind: type
+    switches: dict[str, nn.Module]
 
     def __call__(self, call: Inputs) -> Any:
         found = self.template | {name: get(call) for name, get in self.live}
@@ -116,7 +103,7 @@ SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left ou
 
 def switch_of(module: nn.Module, update: Update) -> str | None:
     """The path of the layer inside the module that leaves the update out while its SWITCH is true."""
-    path = next(templates(update.a, Weight)).path
+    path = update.a.path
     while path:
         path = path.rpartition(".")[0]
         if SWITCH in vars(module.get_submodule(path)):
@@ -150,19 +137,12 @@ def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
 
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     """How to get the live value of a template; None for a constant."""
-    partial = functools.partial
     if isinstance(value, Weight):
-        owner, name = look_up(module, value.path)
-        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form, owner)
-    if isinstance(value, Rows):
-        return partial(rows_of, getter(module, value.weight), value.part, value.count)
-    if isinstance(value, OfExperts):
-        return partial(of_experts, getter(module, value.weight), value.factor, value.experts)
+        path, _, name = value.path.rpartition(".")
+        owner = module.get_submodule(path)
+        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value, owner)
     if isinstance(value, Argument):
-        return partial(live_form, None, *value)
-    if isinstance(value, Table):
-        owner, name = look_up(module, value.path)
-        return partial(live_form, owner._buffers, name, value.form)
+        return partial(argument_of, *value)
     if isinstance(value, Computed):
         return partial(value.of, module)
     if isinstance(value, Probability):
@@ -170,45 +150,44 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
         return partial(probability_of, owner, value.attribute, value.value)
     if isinstance(value, Scale):
         return partial(scale_of, module.get_submodule(value.path), value.adapter)
-    if isinstance(value, dict):
-        paths = {name: switch_of(module, one) for name, one in value.items() if isinstance(one, Update)}
+    if isinstance(value, (dict, tuple, list)):
         found = arguments_getter(module, value)
-        found.switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
-        return found
-    if isinstance(value, (tuple, list)):
-        found = arguments_getter(module, dict(enumerate(value)), tuple if isinstance(value, tuple) else list)
         return found if found.live else None
     return None
 
 
-def arguments_getter(module: nn.Module, template: dict[Any, Any], kind: type = dict) -> Arguments:
-    return Arguments(template, [(name, get) for name, one in template.items() if (get := getter(module, one))], kind)
-
-
-def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
-    """An argument as the op reads it: "" as it is.
-
-    A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
-    an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
-    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
-    "imag" of one complex table [..., S, R / 2].
-    """
-    if not form:
-        return tensor
-    if form in ("columns", "last columns"):
-        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
-    if form in ("keys", "rows"):
-        return tensor[:, None, None] if form == "keys" else tensor[:, None]
-    return table_of(tensor, form, length) if form == "table" else _shared_table(tensor, form, length)
+def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Arguments:
+    kind = next(kind for kind in (dict, tuple, list) if isinstance(template, kind))
+    given = template if kind is dict else dict(enumerate(template))
+    live = [(name, get) for name, one in given.items() if (get := getter(module, one))]
+    paths = {name: switch_of(module, one) for name, one in given.items() if isinstance(one, Update)}
+    switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
+    return Arguments(given, live, kind, switches)
 
 
 # Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.
 _TABLES = WeakTensorKeyDictionary()
 
 
-def _shared_table(tensor: Tensor, form: str, length: int) -> Tensor:
+def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
+    """An argument as the op reads it: "" as it is, "t" its transpose, "+1" one more.
+
+    A mask: "columns" and "last columns", of which the first or last `length` count; "all heads", [B, S] of keys or [B, S, S] of
+    rows and keys. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
+    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
+    "imag" of one complex table [..., S, R / 2].
+    """
+    if not form:
+        return tensor
+    if form in ("t", "+1"):
+        return tensor.t() if form == "t" else tensor + 1
+    if form in ("columns", "last columns"):
+        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
+    if form == "all heads":
+        return tensor[:, None, None] if tensor.dim() == 2 else tensor[:, None]
     if (
-        torch.compiler.is_compiling()
+        form == "table"
+        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
@@ -235,13 +214,11 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     tensor = tensor[..., :length, :]
     if form in ("real", "imag"):
         tensor, form = getattr(tensor, form), "each twice"
+    if form == "sublayers":
+        tensor, form = tensor[..., : tensor.shape[-1] // 2], "each twice"
     if form == "twice":
         return torch.cat((tensor, tensor), -1)
-    if form == "each twice":
-        return tensor.repeat_interleave(2, -1)
-    if form == "sublayers":
-        return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
-    return tensor
+    return tensor.repeat_interleave(2, -1) if form == "each twice" else tensor
 
 
 def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,35 +15,27 @@ from torch import Tensor, nn
 from .computed import Computed, call
 from .core import Core, read_core
 from .reading import (
-    ADD,
-    DIVIDE,
-    MULTIPLY,
     VIEWS,
     Argument,
     Layer,
-    Norm,
-    Part,
+    Reading,
     Steps,
-    Table,
     Weight,
     in_training,
     layers_as,
     updates,
 )
-from .trace import Node, Unreadable
+from .trace import Node, Unreadable, leaves_of
 
 # What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
 ROTATING = (
-    *ADD,
-    *MULTIPLY,
-    *DIVIDE,
+    "add",
+    "mul",
+    "div",
     "sub",
-    "__sub__",
     "neg",
-    "__neg__",
     "cat",
     "stack",
-    "concat",
     "roll",
     "repeat_interleave",
     "view_as_complex",
@@ -55,35 +47,28 @@ ROTATING = (
 class Projection:
     """What lies between a core's operand and the linear layers that it comes from."""
 
-    linears: list[Node] = field(default_factory=list)
-    norms: list[Node] = field(default_factory=list)
-    outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
-    tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
+    linears: tuple[Node, ...] = ()
+    norms: tuple[Node, ...] = ()
+    outside: tuple[Node, ...] = ()  # arguments and other tensors that meet it: rotary tables
+    from_first_row: bool = True  # are these used, in views of them?
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
     unit: bool = False  # rows have length 1: torch's normalize
 
-    def copied(self) -> Projection:
-        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-        return replace(self, **lists)
 
-
-def read_attention(steps: Steps, node: Node) -> Part:
+def read_attention(steps: Steps, node: Node) -> Reading:
     """The sublayer, whose q, k and v are projected from its input, or from a latent. Raises Unreadable."""
-    after = []
-    end = steps.strip(node, after)
-    resid_dropout_p = steps.probability(after)
-    if end.kind == "module" and isinstance(steps.leaf(end), nn.MultiheadAttention):
-        return _of_module(steps, end, resid_dropout_p)
-    out = steps.linear(end, "the branch's end")
-    gate, inner = None, steps.strip(out.input)
-    for one, o in inner.pairs if inner.is_function(*MULTIPLY) else ():
+    if isinstance(steps.leaf(node), nn.MultiheadAttention):
+        return _of_module(steps, node)
+    out = steps.linear(node, "the branch's end")
+    gate, inner = None, out.input
+    for one, o in inner.pairs if inner.is_function("mul") else ():
         one = steps.strip(one)
-        if one.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(one), nn.Sigmoid):
-            gate, inner = steps.strip(one.inputs[0]), steps.strip(o)  # o * sigmoid(linear(x))
+        if one.is_function("sigmoid") or isinstance(steps.leaf(one), nn.Sigmoid):
+            gate, inner = steps.input_of(one), steps.strip(o)  # o * sigmoid(linear(x))
             break
     core, k = read_core(steps, inner), Projection()
-    q, v = projection(steps, core.query), projection(steps, core.value)
+    q, v = (projection(steps, one, Projection()) for one in (core.query, core.value))
     for part in joined_of(steps, core.key):
         k = projection(steps, part, k)
     if v.norms or v.outside or v.factor != 1.0 or v.unit:
@@ -101,55 +86,54 @@ def read_attention(steps: Steps, node: Node) -> Part:
     else:
         arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
         arguments |= _norms(steps, core, q, k)
-    arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
+    rotary = rotary_of(steps, q, k)
     factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
     arguments |= (
         {"out_weight": out.weight, "out_bias": out.bias}
         | core.options
-        | {"scale": core.scale * factor, "resid_dropout_p": resid_dropout_p}
+        | rotary[0]
+        | {"scale": core.scale * factor}
+        | _masks(steps, core.masks, sliced="key_value" not in arguments)
     )
-    arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
-    return Part(arguments, x, choices + rotary_choices)
+    return Reading(arguments, x, [*choices, rotary])
 
 
 # -- what is before it
 
 
-def projection(steps: Steps, node: Node, found: Projection | None = None, apart: bool = False) -> Projection:
+def projection(steps: Steps, node: Node, found: Projection, apart: bool = False) -> Projection:
     """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
-    found = Projection() if found is None else found
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
         if node not in found.linears:
             steps.layers_read += 1
-            found.linears.append(node)
+            found.linears += (node,)
         return found
     if node.kind in ("argument", "constant", "parameter"):
         if node not in found.outside:
-            found.outside.append(node)
-        found.tables.append(view)
+            found.outside += (node,)
+        found.from_first_row &= _from_first_row(view)
         return found
     how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
     is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
         if node not in found.norms:
-            found.norms.append(node)
+            found.norms += (node,)
     elif node.is_function("normalize") and is_unit:
         found.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
-    elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
-        found.factor *= steps.number(node)
+    elif (factor := steps.factor(node)) is not None:
+        found.factor *= factor
     found.is_complex |= node.is_function("view_as_complex")
     for one in node.inputs:
         if apart or _reads_linear(steps, one):
             found = projection(steps, one, found, apart)
             continue
         try:
-            found = projection(steps, one, found.copied(), True)
+            found = projection(steps, one, replace(found), True)
         except Unreadable:
-            found.outside.append(one)  # a table that is computed
-            found.tables.append(one)
+            found.outside += (one,)  # a table that is computed
     return found
 
 
@@ -159,9 +143,9 @@ def _reads_linear(steps: Steps, node: Node) -> bool:
 
 def _alike(a: Any, b: Any) -> bool:
     """Are these nodes of one tensor, or of the same function of such nodes?"""
-    if not (isinstance(a, Node) and isinstance(b, Node)) or a is b:
-        return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and a == b)
-    ours, theirs = (one.leaves for one in (a, b))
+    if a is b or not isinstance(a, Node) or not isinstance(b, Node):
+        return a == b
+    ours, theirs = a.leaves, b.leaves
     same = a.kind == b.kind == "function" and (a.source, a.output, len(ours)) == (b.source, b.output, len(theirs))
     return same and all(map(_alike, ours, theirs))
 
@@ -172,10 +156,9 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         raise Unreadable("q, k and v do not come from one linear layer each")
     nodes = [one.linears[0] for one in (q, k, v)]
     layers = [steps.linear(one, "a projection") for one in nodes]
-    x_source, *sources = (steps.strip(one.input) for one in layers)
-    crossing = _crossing(x_source, *sources)
+    crossing = _crossing(*(one.input for one in layers))
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
-    gated: dict[str, Any] = {}
+    gated = {}
     if gate is nodes[0]:
         if gate in nodes[1:]:
             raise Unreadable("a gate in one projection with q and k or v")
@@ -184,7 +167,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         layer = steps.linear(gate, "what an output gate's sigmoid reads")
         if layer.update is not None:
             raise Unreadable("a low-rank update of an output gate")
-        if steps.strip(layer.input) is not x_source:
+        if layer.input is not x:
             raise Unreadable("an output gate of another tensor than q's projection reads")
         gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
@@ -227,10 +210,10 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         # rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)
         if not (q.unit and k.unit) or q.norms or k.norms:
             raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
-        (_, H, _, D), device = core.query.shape, torch.device("cpu")
-        factor = ones = call(torch.ones, D, device=device, shape=(D,))
+        _, H, _, D = core.query.shape
+        factor = ones = call(torch.ones, D, device=torch.device("cpu"))
         if core.head_scale is not None:
-            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
+            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D)
         # normalize divides by 1e-12 at least, so that a row of zeros is zero
         return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
     if not q.norms and not k.norms:
@@ -243,45 +226,43 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
     if any(one.weight is None for one in found):
         raise Unreadable("norms of q and k without a weight")
     pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
-    arguments = {"qk_norm": pairs, "qk_norm_eps": found[0].eps}
-    return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
+    return {"qk_norm": pairs, "qk_norm_eps": found[0].eps, "qk_norm_kind": found[0].kind}
 
 
-def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
-    """(the tables, choices)."""
+def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
+    """The arguments with which q and k may be rotated."""
     if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
-        return None, []
+        return [{"rotary": None}]
     if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
         tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
-        return tables, [[{"rotary_interleaved": interleaved} for interleaved in (False, True)]]
+        return [{"rotary": tables, "rotary_interleaved": interleaved} for interleaved in (False, True)]
     kinds = [one.kind for one in q.outside]
     is_complex = q.is_complex and k.is_complex and kinds == ["argument"]
     if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
         found = ", ".join(map(steps.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {found}")
-    if not all(map(_from_first_row, [*q.tables, *k.tables])):
+    if not (q.from_first_row and k.from_first_row):
         raise Unreadable("rotary tables that are not read from their first row")
     if is_complex:
         tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
-        return tables, [[{"rotary": tables, "rotary_interleaved": True}]]
+        return [{"rotary": tables, "rotary_interleaved": True}]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
-    choices = [
+    return [
         {
-            "rotary": tuple((Argument if one.kind == "argument" else Table)(one.source, form) for one in q.outside),
+            "rotary": tuple((Argument if one.kind == "argument" else Weight)(one.source, form) for one in q.outside),
             "rotary_interleaved": interleaved,
         }
         for form, interleaved in forms
     ]
-    return choices[0]["rotary"], [choices]
 
 
 def _from_first_row(view: Node) -> bool:
     """Is it made by views that begin at the first row?"""
     while view.inputs:
         if view.is_function("__getitem__"):
-            keys = view.args[1] if isinstance(view.args[1], tuple) else (view.args[1],)
+            keys = leaves_of(view.args[1])
             if any(isinstance(key, int) or (isinstance(key, slice) and key.start not in (None, 0)) for key in keys):
                 return False
         elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split", "roll"):
@@ -290,14 +271,13 @@ def _from_first_row(view: Node) -> bool:
     return True
 
 
-def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
+def is_causal_buffer(steps: Steps, mask: Node) -> bool:
     """Does the mask come from a buffer that is causal as a whole, not only in the rows of this example?"""
-    while mask is not None and mask.is_function(*VIEWS, "__eq__", "eq", "logical_not", "__invert__", "bool"):
+    while mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
         mask = mask.inputs[0]
-    if mask is None or mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
+    if mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
-    owner, _, name = mask.source.rpartition(".")
-    buffer = steps.module.get_submodule(owner)._buffers.get(name)
+    buffer = dict(steps.module.named_buffers()).get(mask.source)
     if buffer is None:
         return False
     hidden = buffer.reshape(-1, *buffer.shape[-2:])
@@ -307,39 +287,38 @@ def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
 
 
 def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
-    """attn_mask and is_causal, from what is added to the scores or hides some."""
-    found, causal, open_ = [], False, list(seen)
-    while open_:
-        one = open_.pop()
+    """attn_mask and is_causal, from what is added to the scores or hides some. seen: is emptied."""
+    found, causal = [], False
+    while seen:
+        one = seen.pop()
         node = steps.strip(one)
         if is_causal_buffer(steps, one):
             causal = True
-        elif node.is_function(*ADD) and len(node.inputs) == 2:
-            open_ += node.inputs
-        elif node.is_function("where") and len(node.args) == 3 and len(node.inputs) == 2:
+        elif node.is_function("add", of=2):
+            seen += node.inputs
+        elif node.is_function("where", of=2) and len(node.args) == 3:
             condition, bias = node.inputs
-            open_.append(bias)
+            seen.append(bias)
             if steps.strip(condition).kind == "argument":
-                open_.append(condition)
+                seen.append(condition)
             else:
                 causal = True  # a guess, which must hold for another length too
         else:
-            found.append((_mask(steps, one, sliced), node.shape))
+            found.append((len(one.shape) < 4 or one.shape[1] == 1, _mask(steps, one, sliced)))
     if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
-        if any(isinstance(mask, Argument) for mask, _ in found):
+        if any(isinstance(mask, Argument) for _, mask in found):
             raise Unreadable(f"{len(found)} masks are added")
         sums: dict[bool, Node] = {}
-        for mask, shape in found:
-            alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
-            sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
-        found = [(Computed(node), node.shape) for node in sums.values()]
+        for alike, mask in found:
+            sums[alike] = call(torch.add, sums[alike], mask.node) if alike in sums else mask.node
+        found = [(alike, Computed(node)) for alike, node in sums.items()]
     # of two masks the first may be trained: that is a bias, which differs from head to head
-    masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
+    masks = [mask for _, mask in sorted(found, key=lambda one: one[0])]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
-def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:
+def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed | None:
     """The argument that the core's mask is, and how it is viewed; or what it is computed of. sliced: it may have more columns
     than there are keys."""
     if seen is None:
@@ -353,20 +332,19 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
         return Argument(mask.source)
     if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
         return Argument(mask.source, "columns")
-    if sliced and shape[:-1] == wanted[:-1] and seen.is_function("__getitem__") and seen.inputs[0] is mask:
-        last = seen.args[1][-1] if isinstance(seen.args[1], tuple) else None
-        if last == slice(shape[-1] - wanted[-1], None) and wanted[-1] < shape[-1]:
-            return Argument(mask.source, "last columns")
-    for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
-        if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
-            return Argument(mask.source, form)
+    keys = leaves_of(seen.args[1]) if seen.is_function("__getitem__") and seen.inputs[0] is mask else [None]
+    is_shorter = sliced and shape[:-1] == wanted[:-1] and wanted[-1] < shape[-1]
+    if is_shorter and keys[-1] == slice(shape[-1] - wanted[-1], None):
+        return Argument(mask.source, "last columns")
+    if len(shape) in (2, 3) and wanted == (shape[0], *(1,) * (4 - len(shape)), *shape[1:]):
+        return Argument(mask.source, "all heads")
     return Computed(seen)
 
 
 # -- torch's own module
 
 
-def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
+def _of_module(steps: Steps, node: Node) -> Reading:
     """Attention by an nn.MultiheadAttention inside the module."""
     module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
@@ -374,7 +352,8 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
         raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
-    crossing = _crossing(*(steps.strip(call[name]) for name in ("query", "key", "value")))
+    query, key, value = (steps.strip(call[name]) for name in ("query", "key", "value"))
+    crossing = _crossing(query, key, value)
     masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
@@ -391,26 +370,24 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
         "mask_is_exclusion": True,
         "is_causal": bool(call.get("is_causal", False)),
         "dropout_p": in_training(module.dropout),
-        "resid_dropout_p": resid_dropout_p,
         **masks,
         **crossing,
     }
-    return Part(arguments, call["query"])
+    return Reading(arguments, query)
 
 
-JOINED = ("cat", "concat", "concatenate")
 EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
 def joined_of(steps: Steps, node: Node) -> list[Node]:
     """What a tensor is joined of: of a cat, or of what was written to parts of an empty one."""
     node = steps.strip(node)
-    if node.is_function(*JOINED):
+    if node.is_function("cat"):
         return node.inputs
     before, write = node.written or (None, node)
     if before is None and not node.is_function("__setitem__"):
         return [] if node.is_function(*EMPTY) else [node]
-    if not write.is_function("copy_", "__setitem__") or len(write.inputs) != 2:
+    if not write.is_function("copy_", "__setitem__", of=2):
         raise steps.refuse("a part of k is changed by", write)
     place, value = write.inputs
     return [*joined_of(steps, place if before is None else before), value]
@@ -424,31 +401,29 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
         "kv_b": steps.linear(kv_b, "k and v"),
     }
     x, norms = layers["kv_a"].input, {}
-    latent, norms["kv_a"] = _before_norm(steps, layers["kv_b"].input)
-    if latent is not kv_a:
+
+    def before_norm(name: str, node: Node) -> Node:
+        """What the norm of this latent reads, or the node itself."""
+        if (norm := steps.norm(node)) is None:
+            return node
+        norms[name] = norm
+        return steps.input_of(node)
+
+    if (latent := before_norm("kv_a", layers["kv_b"].input)) is not kv_a:
         raise steps.refuse("k and v are not projected from a latent but from", latent)
-    if steps.strip(layers["q"].input) is not steps.strip(x):
-        latent, norms["q_a"] = _before_norm(steps, layers["q"].input)
-        layers["q_a"] = steps.linear(latent, "the latent of q")
-        if steps.strip(layers["q_a"].input) is not steps.strip(x):
+    if layers["q"].input is not x:
+        layers["q_a"] = steps.linear(before_norm("q_a", layers["q"].input), "the latent of q")
+        if layers["q_a"].input is not x:
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
         raise Unreadable("latent attention with low-rank updates")
     found = layers_as(**layers)
-    used = {name: norm for name, norm in norms.items() if norm is not None}
-    if any(norm.kind != "rms" or norm.bias is not None for norm in used.values()):
-        raise Unreadable("a norm of a latent that is not an RMS norm")
-    if len({norm.eps for norm in used.values()}) > 1:
-        raise Unreadable("norms of latents that differ in their epsilon")
-    for name, norm in used.items():
-        found |= {f"{name}_norm_weight": norm.weight, "latent_norm_eps": norm.eps}
-    if any(norm.weight is None for norm in used.values()):
-        raise Unreadable("a norm of a latent without a weight")
+    for name, norm in norms.items():
+        if norm.kind != "rms" or norm.bias is not None:
+            raise Unreadable("a norm of a latent that is not an RMS norm")
+        if norm.weight is None:
+            raise Unreadable("a norm of a latent without a weight")
+        if found.setdefault("latent_norm_eps", norm.eps) != norm.eps:
+            raise Unreadable("norms of latents that differ in their epsilon")
+        found[f"{name}_norm_weight"] = norm.weight
     return found, x
-
-
-def _before_norm(steps: Steps, node: Node) -> tuple[Node, Norm | None]:
-    """(what the norm reads, the norm), or the node itself."""
-    node = steps.strip(node)
-    norm = steps.norm(node)
-    return (node, None) if norm is None else (steps.strip(node.inputs[0]), norm)

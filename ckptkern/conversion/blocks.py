@@ -151,10 +151,9 @@ def named_errors() -> Iterator[None]:
 
 def around(module: nn.Module, calls: list[Call]) -> Around | None:
     """None for a layer that was not called, or whose call cannot be measured."""
-    try:
-        return Around(module, calls[0]) if calls else None
-    except Exception:  # whatever a forward makes of a call in training, without its cache: the layer stays as it is
-        return None
+    with contextlib.suppress(Exception):  # whatever a forward makes of a call in training, without its cache
+        return Around(module, calls[0])
+    return None
 
 
 def error_of(forward: General, calls: list[Call]) -> float | None:
@@ -190,11 +189,6 @@ class Called:
     stop: int = 0
     inner: list[Called] = field(default_factory=list)
 
-    def walk(self) -> Iterator[Called]:
-        yield self
-        for one in self.inner:
-            yield from one.walk()
-
 
 class Record(Step):
     """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
@@ -207,6 +201,7 @@ class Record(Step):
         self.written: dict[Any, int] = {}
         self.writes = 0
         self.root = Called(None)
+        self.called: list[Called] = []  # in the order in which they begin
         self._stack = [self.root]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -229,6 +224,7 @@ class Record(Step):
     def watch(self, i: int, name: str, module: nn.Module) -> list:
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             called = Called(module, len(self.saves), self.others((args, kwargs)), self.writes)
+            self.called.append(called)
             self._stack[-1].inner.append(called)
             self._stack.append(called)
 
@@ -286,11 +282,10 @@ class Cuts:
         self.record, self.allowed, self.given, self.slices = record, allowed, given, slices
         self.names = {module: name for name, module in record.model.named_modules()}
         self.calls: dict[nn.Module, list[Called]] = {}
-        for called in record.root.walk():
+        for called in record.called:
             self.calls.setdefault(called.module, []).append(called)
         self.kinds = collections.Counter(tuple(map(type, m)) for m in self.names if type(m) is nn.Sequential)
-        fixed = {m for m in self.names if is_converted(m)}
-        self.holds = {m for m in self.names if not fixed.isdisjoint(m.modules())}
+        self.holds = {m for m in self.names if any(map(is_converted, m.modules()))}
         # a block of convolutions, or a member of a list, may be one checkpoint
         whole = {
             m
@@ -298,22 +293,23 @@ class Cuts:
             if m in allowed and m._modules and runs_class_forward(m) and (is_member(name, m) or has_convolutions(m))
         }
         whole = whole.difference(self.holds, (record.model,)).union(given).intersection(self.calls)
-        self.whole = {m: [Cut(record, [one], m) for one in self.calls[m]] for m in whole}
+        self.whole = {m: {one: Cut(record, [one], m) for one in self.calls[m]} for m in whole}
 
     def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
         """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
-        cuts = self.whole.get(called.module, [])
-        if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts)):
-            yield next(one for one in cuts if (one.start, one.stop) == (called.start, called.stop))
+        cuts = self.whole.get(called.module, {})
+        if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts.values())):
+            yield cuts[called]
             return
-        layers = called.inner
-        while self.is_list(called) and layers:
-            cut, layers = self.run(called, layers, bound)
-            yield from self.within(bound, cut) if isinstance(cut, Called) else (cut,)
-        for one in layers:
-            if not is_converted(one.module):
+        first, is_list = 0, self.is_list(called)
+        while first < len(called.inner):
+            one, cut = called.inner[first], self.run(called, first, bound) if is_list else None
+            if cut is not None:
+                yield cut
+            elif not is_converted(one.module):
                 yield from self.within(bound, one)
+            first = first + 1 if cut is None else cut.layers[1]
 
     def is_list(self, called: Called) -> bool:
         """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once. It
@@ -330,16 +326,16 @@ class Cuts:
             and has_convolutions(module)
         )
 
-    def run(self, called: Called, layers: list[Called], bound: int) -> tuple[Cut | Called, list[Called]]:
-        """Returns (the longest run of torch's layers from the first on that is a checkpoint within the bound, or the first
-        layer, which is looked into; the layers behind it)."""
-        first = len(called.inner) - len(layers)
+    def run(self, called: Called, first: int, bound: int) -> Cut | None:
+        """Returns the longest run of torch's layers from the first on that is a checkpoint within the bound; None if the first
+        is to be looked into."""
+        layers = called.inner[first:]
         most = next((i for i, one in enumerate(layers) if one.module in self.holds or one.module._modules), len(layers))
         for count in range(most, 1, -1):
             cut = Cut(self.record, layers[:count], called.module, (first, first + count))
             if cut.size <= bound and cut.gains:
-                return cut, layers[count:]
-        return layers[0], layers[1:]
+                return cut
+        return None
 
     def peak(self, cuts: Sequence[Cut]) -> tuple[int, int]:
         """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward comes to a saved tensor, what
@@ -367,8 +363,8 @@ class Cuts:
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
         """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
         not lower the peak."""
-        own = [cuts for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
-        lists = (called for called in self.record.root.walk() if self.is_list(called))
+        own = [cuts.values() for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
+        lists = filter(self.is_list, self.record.called)
         # of runs from the first layer on, of each list
         runs = {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
         sizes = sorted({one.size for cuts in own for one in cuts} | runs)

@@ -27,9 +27,9 @@ LARGEST = 64  # calls. What is computed for each sample takes fewer
 
 
 class Result(NamedTuple):
-    """What step `step` returned; of several tensors the one at `output`."""
+    """What the step of the call `at` returned; of several tensors the one at `output`."""
 
-    step: int
+    at: int
     output: int
 
 
@@ -72,35 +72,35 @@ class Inputs:
     length: int
     x: Tensor
     parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
-    computed: list[Any] | None = None
+    computed: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Computed:
-    """A tensor that is computed anew in each call: a traced node; and once resolved, of what steps return, in the order in
-    which they run. of_samples: a vector for each sample, or one that stands for all as it would broadcast."""
+    """A tensor that is computed anew in each call: a traced node; and once resolved, of what steps return, by the places of
+    their calls and in the order in which they run. of_samples: a vector for each sample, or one that stands for all as it would
+    broadcast."""
 
     node: Node | None
     of_samples: bool = False
-    steps: list[Step] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
     value: Result | Argument | Weight | None = None
 
     def of(self, module: nn.Module, call: Inputs) -> Tensor:
-        if call.computed is None:
-            call.computed = []
-            for step in self.steps:
+        if not call.computed:
+            for at, step in self.steps.items():
                 function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
                 leaves = [live(one, module, call) for one in leaves_of((step.args, step.kwargs))]
                 args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
                 with autocast_off(call.x) if step.apart else contextlib.nullcontext():
-                    call.computed.append(function(*args, **kwargs))
+                    call.computed[at] = function(*args, **kwargs)
         value = live(self.value, module, call)
         return value.expand(call.x.shape[0], *value.shape[1:]) if self.of_samples else value
 
 
 def live(value: Any, module: nn.Module, call: Inputs) -> Any:
     if isinstance(value, Result):
-        result = call.computed[value.step]
+        result = call.computed[value.at]
         return result if isinstance(result, Tensor) else tree_leaves(result)[value.output]
     if isinstance(value, Argument):
         return call.flat[value.index]
@@ -115,18 +115,17 @@ class Resolver:
 
     def __init__(self, module: nn.Module, x: int, followed: Followed | None):
         self.module, self.x, self.followed = module, x, followed
-        self.steps: list[Step] = []
-        self.made: dict[int, int] = {}  # places of steps, by those of their calls
-        self.free: dict[int, bool] = {}  # of the input, by the id of a node
+        self.steps: dict[int, Step] = {}
+        self.free: dict[Node, bool] = {}  # of the input
 
     def is_free(self, node: Node) -> bool:
         """Is it computed without the input, as far as the trace sees?"""
-        if id(node) not in self.free:
+        if node not in self.free:
             # a function that is not known has changed memory that the node shares
             is_known = node.kind != "function" or node.function is not None
             is_input = node.kind == "argument" and node.source == self.x
-            self.free[id(node)] = is_known and not is_input and all(map(self.is_free, node.inputs))
-        return self.free[id(node)]
+            self.free[node] = is_known and not is_input and all(map(self.is_free, node.inputs))
+        return self.free[node]
 
     def value(self, node: Node) -> Result | Argument | Weight:
         if not self.is_free(node):
@@ -138,38 +137,37 @@ class Resolver:
         if node.kind == "constant":
             raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
         for outer in reversed(node.calls):  # the largest part that does not read the input
-            count, made = len(self.steps), dict(self.made)
+            count = len(self.steps)
             try:
-                return Result(self.step(outer), outer.output)
+                return self.step(outer)
             except Unreadable:
-                self.made = made
-                del self.steps[count:]
+                for at in list(self.steps)[count:]:
+                    del self.steps[at]
         if node.kind == "function" and (is_in_place(node.source) or node.kwargs.get("out") is not None):
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
-        return Result(self.step(node), node.output)
+        return self.step(node)
 
-    def step(self, call: Node) -> int:
-        """The place of this call's step."""
+    def step(self, call: Node) -> Result:
+        """What this call's step returns."""
         of = call.source if call.kind == "module" else call.function
         inner = self.module.get_submodule(of).modules() if of is call.source else ()
         own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
         if tensors_in(own):  # an earlier part of a forward may have set them
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
-        if call.at not in self.made:
+        if call.at not in self.steps:
             leaves = [self.leaf(one, call.at, i) for i, one in enumerate(call.leaves)]
             if len(self.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
-            self.steps.append(Step(of, args, kwargs, call.apart))
-            self.made[call.at] = len(self.steps) - 1
-        return self.made[call.at]
+            self.steps[call.at] = Step(of, args, kwargs, call.apart)
+        return Result(call.at, call.output)
 
     def leaf(self, value: Any, at: int, place: int) -> Any:
         if isinstance(value, Node):
             return self.value(value)
         if isinstance(value, torch.device):
             return Of("device")
-        if self.followed is None and isinstance(value, (torch.dtype, int)) and value.__class__ is not bool:
+        if self.followed is None and type(value) in (torch.dtype, int):
             raise Unreadable(
                 "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
             )
@@ -195,11 +193,9 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
             yield from templates(one, kind)
 
 
-def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed | None:
-    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. None if these are not
-    alike."""
-    if list(map(len, before)) != list(map(len, after)):
-        return None
+def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed:
+    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. Raises ValueError if
+    these are not alike."""
     found: Followed = {}
     for at, (ours, theirs) in enumerate(zip(before, after, strict=True)):
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -213,7 +209,7 @@ def following(before: list[list[Any]], after: list[list[Any]], B: int, times: in
 
 
 def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
-    """Makes steps, in one list, of all that the reading has computed. Raises Unreadable for what cannot run again."""
+    """Makes steps, in one dict, of all that the reading has computed. Raises Unreadable for what cannot run again."""
     resolver = Resolver(module, reading.x, followed)
     for one in templates([reading.arguments, reading.choices], Computed):
         if one.node is not None:
@@ -222,7 +218,5 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
 
 def conditions(template: Any) -> list[int]:
     """The call's arguments that something computed reads."""
-    computed = list(templates(template, Computed))
-    steps = [(step.args, step.kwargs) for one in computed for step in one.steps]
-    leaves = leaves_of([[one.value for one in computed], steps])
-    return sorted({leaf.index for leaf in leaves if isinstance(leaf, Argument)})
+    computed = [(one.value, one.steps) for one in templates(template, Computed)]
+    return sorted({one.index for one in templates(computed, Argument)})

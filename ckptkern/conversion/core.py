@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .computed import Of, call
 from .masks import causal_attention, window_of
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, Weight, in_training
+from .reading import Steps, Weight, in_training
 from .trace import Node
 
 CALLS = {  # functions that are core attention, with the names of their arguments by place
@@ -23,7 +23,7 @@ CALLS = {  # functions that are core attention, with the names of their argument
 @dataclass
 class Core:
     """softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other arguments of the
-    op, by their names there."""
+    op, by their names there; sinks: a parameter, which becomes one of them."""
 
     query: Node
     key: Node
@@ -32,6 +32,7 @@ class Core:
     scale: float
     options: dict[str, Any]
     head_scale: Node | None = None
+    sinks: Node | None = None
 
 
 def read_core(steps: Steps, node: Node) -> Core:
@@ -41,24 +42,21 @@ def read_core(steps: Steps, node: Node) -> Core:
         options = {
             "dropout_p": in_training(call.get("dropout_p", 0.0)),
             "is_causal": bool(call.get("is_causal", False)),
-            **_of_sinks(steps, call.get("sinks")),
         }
         if call.get("window") is not None:
             options["window_size"] = window_of(call["window"])
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        return Core(query, key, value, [] if mask is None else [mask], scale, options)
-    if node.is_function(*PRODUCT):
-        return _written_out(steps, node)
-    raise steps.refuse("no core attention but", node)
-
-
-def _of_sinks(steps: Steps, sinks: Node | None) -> dict[str, Any]:
-    if sinks is None:
-        return {}
-    sinks = steps.strip(sinks)
-    if sinks.kind != "parameter" or len(sinks.shape) != 1:
-        raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
-    return {"sinks": Weight(sinks.source)}
+        core = Core(query, key, value, [] if mask is None else [mask], scale, options, sinks=call.get("sinks"))
+    elif node.is_function("matmul", "bmm"):
+        core = _written_out(steps, node)
+    else:
+        raise steps.refuse("no core attention but", node)
+    if core.sinks is not None:
+        sinks = steps.strip(core.sinks)
+        if sinks.kind != "parameter" or len(sinks.shape) != 1:
+            raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+        core.options["sinks"] = Weight(sinks.source)
+    return core
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
@@ -67,30 +65,38 @@ def _written_out(steps: Steps, node: Node) -> Core:
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
-    sinks, scores = _column(steps, steps.strip(weights.inputs[0]))
+    scores, sinks = steps.input_of(weights), None
+    if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
+        whole, largest = (steps.strip(one) for one in scores.inputs)
+        largest = steps.input_of(largest) if largest.is_function("detach") else largest
+        if largest.is_function("max", "amax") and steps.input_of(largest) is whole:
+            scores = whole
+    if scores.is_function("cat", of=2):
+        scores, sinks = steps.input_of(scores), scores.inputs[1]
     masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
-    while not scores.is_function(*PRODUCT, "baddbmm"):
-        if scores.is_function(*ADD) and len(scores.inputs) == 2:
+    while not scores.is_function("matmul", "bmm", "baddbmm"):
+        if scores.is_function("add", of=2):
             a, b = scores.inputs
-            a, b = (a, b) if _is_of_matmul(a) else (b, a)
+            if not _is_of_matmul(a):
+                a, b = b, a
             scores = steps.strip(a)
             masks.append(_over_windows(b, a.shape))
-        elif scores.is_function("where") and len(scores.args) == 3 and len(scores.inputs) == 2:
+        elif scores.is_function("where", of=2) and len(scores.args) == 3:
             masks.append(scores.inputs[0])
             scores = steps.strip(scores.inputs[1])
-        elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
+        elif scores.is_function("masked_fill", of=2):
             masks.append(scores.inputs[1])
             options["mask_is_exclusion"] = True
-            scores = steps.strip(scores.inputs[0])
-        elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
-            number, scores = steps.number(scores), steps.strip(scores.inputs[0])
+            scores = steps.input_of(scores)
+        elif (number := steps.factor(scores)) is not None:
+            scores = steps.input_of(scores)
             if "softcap" not in options and scores.is_function("tanh"):
-                options["softcap"], scores = number, steps.strip(scores.inputs[0])
+                options["softcap"], scores = number, steps.input_of(scores)
             else:
                 scale *= number
         else:  # a factor [H, 1, 1] for each head
             H = scores.shape[1] if len(scores.shape) == 4 else 0
-            pairs = scores.pairs if scores.is_function(*MULTIPLY) and head_scale is None else ()
+            pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
             pair = next((one for one in pairs if one[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
             if pair is None:
                 raise steps.refuse("scores are formed by", scores)
@@ -107,21 +113,8 @@ def _written_out(steps: Steps, node: Node) -> Core:
         scale *= float(how["alpha"])
     else:
         query, key = scores.inputs
-    options |= {"dropout_p": steps.probability(dropouts), **_of_sinks(steps, sinks)}
-    return Core(query, key, value, masks, scale, options, head_scale)
-
-
-def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
-    """(sinks, scores) of what a softmax reads: scores with a column of sinks, from which their maximum may be taken."""
-    if node.is_function("sub", "__sub__") and len(node.inputs) == 2:
-        whole, largest = (steps.strip(one) for one in node.inputs)
-        largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
-        if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
-            node = whole
-    if not (node.is_function("cat", "concat", "concatenate") and len(node.inputs) == 2):
-        return None, node
-    scores, sinks = node.inputs
-    return sinks, steps.strip(scores)
+    options["dropout_p"] = steps.probability(dropouts)
+    return Core(query, key, value, masks, scale, options, head_scale, sinks)
 
 
 def _over_windows(mask: Node, scores: torch.Size) -> Node:
@@ -136,4 +129,4 @@ def _over_windows(mask: Node, scores: torch.Size) -> Node:
 
 def _is_of_matmul(node: Node) -> bool:
     """Is a matmul behind it, as there is behind scores and not behind masks?"""
-    return node.is_function(*PRODUCT, "baddbmm") or any(map(_is_of_matmul, node.inputs))
+    return node.is_function("matmul", "bmm", "baddbmm") or any(map(_is_of_matmul, node.inputs))

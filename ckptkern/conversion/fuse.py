@@ -123,12 +123,10 @@ def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followe
     inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
         values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
-        # sizes, or a dtype, that the module does not take
+        # sizes, or a dtype, that the module does not take, or another trace
         with contextlib.suppress(Exception), in_float64(form.module):
             calls = trace(form.module, form.call_of(values, call), values).calls
-            found = following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
-            if found is not None:
-                return found
+            return following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
     return None
 
 

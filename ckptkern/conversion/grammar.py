@@ -1,6 +1,6 @@
 """Reads a traced graph backwards as one fused op.
 
-    branch   = [drop path] [scale] [norm] core         core = attention | MLP | gated MLP
+    branch   = [drop path] [scale] [norm] [dropout] core         core = attention | MLP | gated MLP
     sublayer = [norm] branch of [norm] x [+ x]
     layer    = MLP sublayer of [cross-attention sublayer of] attention sublayer | x + attention branch + MLP branch
 
@@ -18,11 +18,6 @@ from torch import nn
 from .attention import read_attention
 from .computed import Computed
 from .reading import (
-    ADD,
-    DIVIDE,
-    MULTIPLY,
-    Layer,
-    Part,
     Probability,
     Reading,
     Steps,
@@ -44,68 +39,53 @@ class Grammar(Steps):
 
     # -- cores
 
-    def moe(self, node: Node, dropouts: list[Probability]) -> Part:
-        """An MoE block, which is a leaf of the graph and was read by itself."""
-        block = self.blocks[node.source]
-        if isinstance(block, Unreadable):
-            raise Unreadable(f"its MoE block: {block}")
-        if len(node.inputs) != 1 or node.output:
-            raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
-        self.layers_read += 1
-        given = {name: value for name, value in block.arguments.items() if name != "residual"}
-        given = prefixed(given, node.source) | {"resid_dropout_p": self.probability(dropouts)}
-        logits_of = f"{node.source}.{block.logits_of}" if block.logits_of else ""
-        return Part(given, node.inputs[0], logits_of=logits_of)
-
-    def mlp(self, node: Node) -> Part:
-        after, hidden = [], []
-        down_node = self.strip(node, after)
-        if down_node.kind == "module" and down_node.source in self.blocks:
-            return self.moe(down_node, after)
-        down = self.linear(down_node, "the branch's end")
+    def mlp(self, node: Node) -> Reading:
+        """An MLP, gated or not, or an MoE block, which is a leaf of the graph and was read by itself."""
+        if node.kind == "module" and (block := self.blocks.get(node.source)) is not None:
+            if isinstance(block, Unreadable):
+                raise Unreadable(f"its MoE block: {block}")
+            if len(node.inputs) != 1 or node.output:
+                raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
+            self.layers_read += 1
+            given = {name: value for name, value in block.arguments.items() if name != "residual"}
+            logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
+            return Reading(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
+        down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
-        arguments = {"dropout_p": self.probability(hidden), "resid_dropout_p": self.probability(after)}
+        arguments = {"dropout_p": self.probability(hidden)}
         if (found := self.activation(h)) is not None:
             activation, z = found
-            up = self.linear(self.strip(z), "what the activation reads")
-            return Part(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
-        if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
-            return self.gated(h, arguments, down)
-        raise self.refuse("the hidden layer ends in", h)
-
-    def gated(self, product: Node, arguments: dict[str, Any], down: Layer) -> Part:
-        a, b = (self.strip(one) for one in product.inputs)
-        for gate, up in ((a, b), (b, a)):
-            found = self.activation(gate)
-            up_layer = self.linear_of(up)
-            if found is None or up_layer is None:
+            up = self.linear(z, "what the activation reads")
+            return Reading(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
+        if not h.is_function("mul", of=2):
+            raise self.refuse("the hidden layer ends in", h)
+        a, b = (self.strip(one) for one in h.inputs)
+        for gate, up_node in ((a, b), (b, a)):
+            found, up = self.activation(gate), self.linear_of(up_node)
+            if found is None or up is None:
                 continue
-            activation, z = found
-            gate_node = self.strip(z)
+            activation, gate_node = found
             gate_layer = self.linear(gate_node, "what the activation reads")
-            arguments = arguments | {"activation": activation}
-            pairs = [(gate_layer, up_layer)]
-            if gate_node is up:  # one weight for both
-                halves = up_layer.rows(0, 2), up_layer.rows(1, 2)
-                pairs = [halves, halves[::-1]]
-            elif self.strip(gate_layer.input) is not self.strip(up_layer.input):
+            pairs = [(gate_layer, up)]
+            if gate_node is up_node:  # one weight for both, in one order or the other
+                pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
+            elif gate_layer.input is not up.input:
                 continue
             orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
-            return Part(arguments | orders[0], up_layer.input, [orders] if gate_node is up else [])
+            return Reading(
+                arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
+            )
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
-
-    def attention(self, node: Node) -> Part:
-        return read_attention(self, node)
 
     # -- sublayers
 
-    def branch(self, node: Node, core) -> Part:
-        """[drop path] [scale] [norm] core."""
-        around: dict[str, Any] = {}
+    def branch(self, node: Node, core) -> Reading:
+        """[drop path] [scale] [norm] [dropout] core."""
+        around, after = {}, []
         node = self.strip(node)
         if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
-            node = self.strip(node.inputs[0])
+            node = self.input_of(node)
         while (found := self.scale(node)) is not None:
             scale, node = found
             if scale != 1.0 and around.setdefault("layer_scale", scale) is not scale:
@@ -113,20 +93,20 @@ class Grammar(Steps):
         if self.norm(node) is not None:
             around |= self.norm_arguments(node, "post_norm")
             node = node.inputs[0]
-        part = core(node)
-        part.arguments |= around
+        part = core(self, self.strip(node, after))
+        part.arguments |= around | {"resid_dropout_p": self.probability(after)}
         return part
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """(layer_scale, what it scales)."""
-        if node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == len(node.numbers) == 1:
-            return self.number(node), self.strip(node.inputs[0])
-        if not node.is_function(*MULTIPLY):
+        if (factor := self.factor(node)) is not None:
+            return factor, self.input_of(node)
+        if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
-            return None if weight is None else (weight, self.strip(node.inputs[0]))
-        vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
-        if len(vectors) == 1:
-            return Weight(vectors[0].source), self.strip(next(one for one in node.inputs if one.kind != "parameter"))
+            return weight and (weight, self.input_of(node))
+        for one, other in node.pairs:
+            if one.kind == "parameter" != other.kind and len(one.shape) == 1:
+                return Weight(one.source), self.strip(other)
         if (found := self.of_samples(node)) is not None:
             return Computed(found[0], True), self.strip(found[1])
         return None
@@ -142,32 +122,31 @@ class Grammar(Steps):
 
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
         """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
-        found: dict[str, Any] = {}
+        found = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
             found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
-        if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
-            if self.norm(self.strip(pair[1])) is None:
+        if node.is_function("mul") and (pair := self.of_samples(node)) is not None:
+            one_more, normed = map(self.strip, pair)
+            if self.norm(normed) is None:
                 return None
-            one_more = self.strip(pair[0])
-            is_one_more = one_more.is_function(*ADD) and len(one_more.inputs) == 1 and one_more.numbers == [1]
+            is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
             if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
-            found["norm_scale"], node = Computed(one_more.inputs[0], True), self.strip(pair[1])
-        return None if self.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
+            found["norm_scale"], node = Computed(one_more.inputs[0], True), normed
+        return None if self.norm(node) is None else (self.norm_arguments(node) | found, self.input_of(node))
 
     def is_sum(self, node: Node) -> bool:
         """Of two tensors, and not a linear layer with its update."""
-        return node.is_function(*ADD) and len(node.inputs) == 2 and self.linear_of(node) is None
+        return node.is_function("add", of=2) and self.linear_of(node) is None
 
-    def sublayer(self, node: Node, core) -> Part:
+    def sublayer(self, node: Node, core) -> Reading:
         node, trailing = self.strip(node), None
         if self.norm(node) is not None:
-            trailing, node = node, self.strip(node.inputs[0])
+            trailing, node = node, self.input_of(node)
         if not self.is_sum(node):
             if trailing is not None:
                 raise Unreadable("a norm without a residual")
-            part = self.branch(node, core)
-            return self.with_norm(part, self.strip(part.input), None)
+            return self.with_norm(self.branch(node, core), None)
         reasons = []
         for residual, branch in node.pairs:
             try:
@@ -175,25 +154,22 @@ class Grammar(Steps):
             except Unreadable as reason:
                 reasons.append(str(reason))
                 continue
-            x, h = self.strip(residual), self.strip(part.input)
-            if trailing is not None and h is x:
-                part.arguments |= {"residual": True, "norm_first": False, **self.norm_arguments(trailing)}
-                part.input = x
-                return part
+            x = self.strip(residual)
             if trailing is None:
-                with_residual = self.with_norm(part, h, x)
-                if with_residual.input is x:
-                    return with_residual
+                part = self.with_norm(part, x)
+            elif part.x is x:
+                part.arguments |= {"residual": True, "norm_first": False, **self.norm_arguments(trailing)}
+            if part.x is x:
+                return part
             reasons.append("the residual is not what the branch reads")
         raise Unreadable(max(reasons, key=len))
 
-    def with_norm(self, part: Part, h: Node, x: Node | None) -> Part:
+    def with_norm(self, part: Reading, x: Node | None) -> Reading:
         """The part with the norm that it reads from. x: the residual, if there is one."""
         part.arguments["residual"] = x is not None
-        if h is not x and (normed := self.normed(h)) is not None:
-            part.arguments |= normed[0]
-            h = self.strip(normed[1])
-        part.input = h
+        if part.x is not x and (normed := self.normed(part.x)) is not None:
+            arguments, part.x = normed
+            part.arguments |= arguments
         return part
 
     # -- modules
@@ -220,37 +196,37 @@ class Grammar(Steps):
         reasons = []
         for first, second in (branches, branches[::-1]):
             try:
-                attention, mlp = self.branch(first, self.attention), self.branch(second, self.mlp)
+                attention, mlp = self.branch(first, read_attention), self.branch(second, Grammar.mlp)
             except Unreadable as reason:
                 reasons.append(str(reason))
                 continue
-            x = arguments[0]
             for part in (attention, mlp):
-                self.with_norm(part, self.strip(part.input), None)
-                if part.input is not x:
-                    raise self.refuse("a branch of a sum reads", part.input)
+                if self.with_norm(part, None).x is not arguments[0]:
+                    raise self.refuse("a branch of a sum reads", part.x)
                 del part.arguments["residual"]
-            return layer_of(attention, mlp, x, parallel=True)
+            return layer_of(attention, mlp, arguments[0], parallel=True)
         raise Unreadable(max(reasons, key=len))
 
     def layer(self, node: Node) -> Reading:
-        mlp = self.sublayer(node, self.mlp)
-        if mlp.input.kind == "argument":
-            return mlp.reading("moe_block" if "router_weight" in mlp.arguments else "mlp_block")
-        attention, cross = self.sublayer(mlp.input, self.attention), None
-        if attention.input.kind != "argument" and "key_value" in attention.arguments:
-            attention, cross = self.sublayer(attention.input, self.attention), attention
+        mlp = self.sublayer(node, Grammar.mlp)
+        if mlp.x.kind == "argument":
+            mlp.op = "moe_block" if "router_weight" in mlp.arguments else "mlp_block"
+            return mlp
+        attention, cross = self.sublayer(mlp.x, read_attention), None
+        if attention.x.kind != "argument" and "key_value" in attention.arguments:
+            attention, cross = self.sublayer(attention.x, read_attention), attention
             if "router_weight" in mlp.arguments:
                 raise Unreadable("an MoE layer with cross-attention")
-        if attention.input.kind != "argument":
-            raise self.refuse("the attention sublayer reads", attention.input)
-        return layer_of(attention, mlp, attention.input, cross)
+        if attention.x.kind != "argument":
+            raise self.refuse("the attention sublayer reads", attention.x)
+        return layer_of(attention, mlp, attention.x, cross)
 
     def attention_alone(self, node: Node) -> Reading:
-        part = self.sublayer(node, self.attention)
-        if part.input.kind != "argument":
-            raise self.refuse("attention reads", part.input)
-        return part.reading("latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block")
+        part = self.sublayer(node, read_attention)
+        if part.x.kind != "argument":
+            raise self.refuse("attention reads", part.x)
+        part.op = "latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block"
+        return part
 
     def chain(self, node: Node) -> Reading:
         """act(linear(... act(linear(x)))), one activation throughout."""
@@ -259,7 +235,7 @@ class Grammar(Steps):
         while node.kind != "argument":
             if (found := self.activation(node)) is not None:
                 activations.append(found[0])
-                node = self.strip(found[1])
+                node = found[1]
             elif isinstance(self.module, nn.Linear):
                 activations.append("identity")
             else:
@@ -269,21 +245,23 @@ class Grammar(Steps):
                 raise Unreadable("a low-rank update in a chain of linear layers")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
-            node = self.strip(linear.input)
+            node = linear.input
         if not weights or len(set(activations)) > 1:
             raise Unreadable("not a chain of linear layers with one activation")
         if len(weights) == 1:
             arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
-            return Reading("linear_act", arguments, node.source)
+            return Reading(arguments, node, op="linear_act")
         if len({bias is None for bias in biases}) > 1:
             raise Unreadable("only some layers of a chain have a bias")
         biases = None if biases[0] is None else biases
         arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
-        return Reading("linear_stack", arguments, node.source)
+        return Reading(arguments, node, op="linear_stack")
 
 
-def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, parallel: bool = False) -> Reading:
-    arguments: dict[str, Any] = {"parallel": True} if parallel else {}
+def layer_of(
+    attention: Reading, mlp: Reading, x: Node, cross: Reading | None = None, parallel: bool = False
+) -> Reading:
+    arguments = {"parallel": True} if parallel else {}
     parts = {"attention_arguments": attention, "cross_attention_arguments": cross, "mlp_arguments": mlp}
     choices = []
     for name, part in parts.items():
@@ -291,7 +269,7 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
             arguments[name] = part.arguments
             for choice in part.choices:
                 choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
-    return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
+    return Reading(arguments, x, choices, mlp.logits_of, "transformer_layer")
 
 
 def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Reading:
@@ -300,7 +278,9 @@ def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Readi
     for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
         grammar.layers_read, grammar.masked = 0, {}
         try:
-            return way(output)
+            found = way(output)
+            found.x = found.x.source
+            return found
         except Unreadable as reason:
             refusals.append((grammar.layers_read, str(reason)))
     raise Unreadable(max(refusals, key=lambda one: one[0])[1])

@@ -90,7 +90,7 @@ def attention_forward(
         # the mask [B or 1, 1, S, S] that says the same
         rows = torch.arange(S, device=query.device)
         behind = rows[:, None] - rows
-        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        seen = (behind >= 0) & (behind < (window or S))
         attention_mask, ours = seen[None, None] if padding is None else padding & seen, False
     if s_aux is None and not ours:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

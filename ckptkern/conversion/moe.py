@@ -32,8 +32,8 @@ from ..ops.moe import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
-from .reading import Argument, Choices, OfExperts, Probability, Reading, Scale, Update, Weight, prefixed
-from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes, trace
+from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
+from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
 FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
@@ -47,13 +47,13 @@ class _Seen(Exception):
 
 def experts_call(flat: list[Any]) -> tuple[int, int, int]:
     """The places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
-    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    index = [i for i in tensors if not (flat[i].is_floating_point() or flat[i].dtype == torch.bool)]
-    floating = [i for i in tensors if flat[i].is_floating_point()]
-    if len(tensors) != 3 or len(index) != 1 or len(floating) != 2:
+    floating = [i for i, value in enumerate(flat) if is_floating(value)]
+    others = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and i not in floating]
+    if len(floating) != 2 or len(others) != 1 or flat[others[0]].dtype == torch.bool:
         raise Unreadable("experts that are not called with a tensor, indices and weights")
-    x, weights = floating if flat[floating[1]].shape == flat[index[0]].shape else floating[::-1]
-    return x, index[0], weights
+    (index,) = others
+    x, weights = floating if flat[floating[1]].shape == flat[index].shape else floating[::-1]
+    return x, index, weights
 
 
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
@@ -68,8 +68,9 @@ def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
             layer = layers.get(prefix + wrapper.parameter_name)
             if layer is None or layer in found or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
-            weights = (Weight(f"{path}lora_{one}.{adapters[0]}.weight") for one in "AB")
-            a, b = (OfExperts(one, factor, wrapper.num_experts) for one, factor in zip(weights, "ab", strict=True))
+            a, b = (
+                Weight(f"{path}lora_{one}.{adapters[0]}.weight", one.lower(), count=wrapper.num_experts) for one in "AB"
+            )
             found[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
         path, wrapper = f"{path}base_layer.", wrapper.base_layer
     return {name: Weight(own) for name, own in layout.items()} | ({"lora": found} if found else {})
@@ -81,33 +82,30 @@ def random_states(x: Tensor) -> tuple:
 
 
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """(index, weights, what the router returns) for x, in training; the first two [rows, k], with which the block calls its
-    experts, which do not run. Raises Unreadable."""
-    seen: list[Any] = []
-    returned: list[Any] = [None]
+    """(index, weights, what the router returns) for x, in the present mode; the first two [rows, k], with which the block
+    calls its experts, which do not run. Raises Unreadable."""
+    seen, returned = [], [None]
 
     def stop(_, inner: tuple, named: dict[str, Any]) -> None:
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    given, states, mode = x.clone(), random_states(x), module.training  # some forwards change it in place
+    given, states = x.clone(), random_states(x)  # some forwards change it in place
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         module.get_submodule(parts.router).register_forward_hook(lambda _, inner, result: returned.append(result)),
     ]
-    module.train()
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
             args, kwargs = mapped(lambda _: given, call)
             type(module).forward(module, *args, **kwargs)
     finally:
-        module.train(mode)
         for hook in hooks:
             hook.remove()
     if states != random_states(x):
         raise Unreadable("its router samples random numbers")
     _, index, weights = (seen[i] for i in experts_call(seen))
-    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned[-1]
+    return index.flatten(0, -2).long(), weights.flatten(0, -2), returned[-1]
 
 
 def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
@@ -121,26 +119,23 @@ def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
             buffers[name] = size * torch.randn_like(buffers[name])
 
 
-def choices_of_groups(experts: int, found: list[int | float]) -> Iterator[dict[str, Any]]:
-    """No groups, and any that these numbers may be the counts of."""
-    yield dict(num_groups=1, top_groups=1, group_score="top2")
-    counts = [n for n in found if type(n) is int and 1 < n < experts and experts % n == 0]
-    for n, best in itertools.product(counts, found):
-        if type(best) is int and 1 <= best < n:
-            yield from (dict(num_groups=n, top_groups=best, group_score=score) for score in GROUP_SCORES)
-
-
 def routings(
     logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, found: list[int | float]
 ) -> Iterator[dict[str, Any]]:
-    """Every way to score and choose that gives these indices and weights; score_bias: is it used?"""
-    order, k = index.sort(-1), index.shape[-1]
+    """Every way to score and choose that gives these indices and weights; score_bias: is it used? found: numbers, which may be
+    the counts of groups."""
+    order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
+    integers = [n for n in found if type(n) is int]
+    counts = [n for n in integers if 1 < n < E and E % n == 0]
+    pairs = [(n, best) for n, best in itertools.product(counts, integers) if 1 <= best < n]
+    groups = [(1, 1, "top2"), *((*pair, score) for pair, score in itertools.product(pairs, GROUP_SCORES))]
     weights = weights.gather(-1, order.indices).to(torch.float32)
     biases = (None,) if score_bias is None else (None, score_bias)
-    for scoring, bias, groups in itertools.product(SCORINGS, biases, choices_of_groups(logits.shape[-1], found)):
-        o = SimpleNamespace(scoring=scoring, top_k=k, routed_scaling_factor=1.0, **groups)
-        if k > o.top_groups * (logits.shape[-1] // o.num_groups):
+    for scoring, bias, (num_groups, top_groups, group_score) in itertools.product(SCORINGS, biases, groups):
+        if k > top_groups * (E // num_groups):
             continue
+        how = dict(scoring=scoring, num_groups=num_groups, top_groups=top_groups, group_score=group_score)
+        o = SimpleNamespace(top_k=k, routed_scaling_factor=1.0, **how)
         scores = scores_of(logits, o)
         same = (chosen(scores, bias, o).sort(-1).values == order.values).all(-1)
         if same.float().mean() < 1 - FEW:
@@ -151,9 +146,7 @@ def routings(
             ratio = float((weights[same] / mine[same]).median())  # 1, or a number of the block
             factor = next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
             if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
-                yield groups | dict(
-                    scoring=scoring, normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None
-                )
+                yield how | dict(normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None)
 
 
 def router_dtype(
@@ -166,7 +159,7 @@ def router_dtype(
             index, weights, _ = observed(module, parts, call, x)
     except Exception:  # a forward that takes no 16 bits, whatever it raises
         return None
-    rows, errors = x.reshape(-1, x.shape[-1]), {}
+    rows, errors = x.flatten(0, -2), {}
     for dtype in (torch.bfloat16, torch.float32):
         given = [None if one is None else one.to(torch.bfloat16).to(dtype) for one in (rows, w, b)]
         mine = weights_of(scores_of(F.linear(*given), o), index, o)
@@ -199,15 +192,15 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     """Its call with one tensor x [..., d]. Raises Unreadable."""
     parts = parts_of(module)
-    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    if len(tensors) != 1 or not flat[tensors[0]].is_floating_point() or flat[tensors[0]].dim() < 2:
+    tensors = tensors_in(flat)
+    if len(tensors) != 1 or not is_floating(tensors[0]) or tensors[0].dim() < 2:
         raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
-    x = flat[tensors[0]]
+    (x,) = tensors
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
     parameters = dict(module.named_parameters())
     w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
-    logits = F.linear(many.reshape(-1, many.shape[-1]), w, b)
-    readings: list[list[dict[str, Any]]] = []
+    logits = F.linear(many.flatten(0, -2), w, b)
+    readings = []
     # the plain numbers among the attributes of the block and its router
     values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
     numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
@@ -219,13 +212,13 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     found = [one for one in readings[0] if all(one in others for others in readings)]
     if not found:
         raise Unreadable("its router scores or chooses in another way than moe_block")
-    arguments: dict[str, Any] = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
+    arguments = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
     own = ("router_weight", "router_bias", "shared_expert_gate")
     arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
     o = SimpleNamespace(**found[0], top_k=index.shape[-1])
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
-    choices: Choices = [[{"activation": name} for name in ACTIVATIONS]]
+    choices = [[{"activation": name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, module.get_submodule(parts.shared), x)
         lora = arguments.pop("lora", {}) | shared.pop("lora")
@@ -234,7 +227,8 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
-    return Reading("moe_block", arguments, tensors[0], [found, *choices], parts.router if is_logits else "")
+    place = next(i for i, value in enumerate(flat) if value is x)
+    return Reading(arguments, place, [found, *choices], parts.router if is_logits else "", "moe_block")
 
 
 @contextlib.contextmanager
@@ -257,7 +251,7 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
     """
     x, index, weights = experts_call(flat)
     arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | arguments_of_experts(module)
-    return Reading("moe_mlp", arguments, x, [[{"activation": name} for name in ACTIVATIONS]])
+    return Reading(arguments, x, [[{"activation": name} for name in ACTIVATIONS]], op="moe_mlp")
 
 
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
@@ -315,30 +309,6 @@ def _activation(module: nn.Module) -> str:
     return name
 
 
-def experts_forward(
-    recompute: str,
-    workspace: int | str | None,
-    module: nn.Module,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
-    gate_up_bias, down_bias = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
-    return ops.moe_mlp(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        module.gate_up_proj,
-        module.down_proj,
-        _activation(module),
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        recompute=recompute,
-        workspace=workspace,
-    )
-
-
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
 
@@ -355,4 +325,18 @@ def register_experts(name: str = "ckptkern", recompute: str = "full", workspace:
         raise ImportError(hint)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recompute, workspace))
+    def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return ops.moe_mlp(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            module.gate_up_proj,
+            module.down_proj,
+            _activation(module),
+            gate_up_bias=getattr(module, "gate_up_proj_bias", None),
+            down_bias=getattr(module, "down_proj_bias", None),
+            recompute=recompute,
+            workspace=workspace,
+        )
+
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ..nn.activations import recognised
 from ..nn.layer import Dropout
-from .check import TOLERANCE, Check
-from .trace import Node, Unreadable, recomputed
+from .check import TOLERANCE, Check, in_dtype, replacing
+from .trace import Node, Unreadable, is_floating, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
@@ -29,10 +29,19 @@ _LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time t
 
 
 class Weight(NamedTuple):
-    """A parameter by its path, and what is taken of it: "" itself, "t" its transpose, "+1" one more."""
+    """A parameter or buffer by its path, in a form that arguments.in_form names, or of `count` equal parts of its rows one.
+
+    Forms "a" and "b": A or B of low-rank updates of `count` experts, as peft lays them out in one matrix: A [E r, d], or B
+    [n, r E], whose columns are in the order of ranks.
+    """
 
     path: str
     form: str = ""
+    part: int = 0
+    count: int = 1
+
+    def rows(self, part: int, count: int) -> Weight:
+        return self._replace(part=part, count=count)
 
 
 class Norm(NamedTuple):
@@ -83,7 +92,7 @@ def check_of(leaf: nn.Module, like: Callable[[Tensor], Tensor]) -> Check:
 def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor], Tensor], Any]]) -> Any:
     """What comes with the first of these functions that the leaf computes of x, and in training and in evaluation of its first
     rows, with the same gradients; None if it computes none."""
-    y, was, parameters = _outcome(leaf, x), leaf.training, list(_parameters(leaf).values())
+    y, was, parameters = _outcome(leaf, x), leaf.training, list(leaf.parameters(recurse=False))
     for like, found in ways if y is not None else ():
         if not same(y, like(x)):
             continue
@@ -102,17 +111,15 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
 
 def agrees_in_16_bits(leaf: nn.Module, like: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
-    own, kind = _parameters(leaf), x.device.type
-    narrow = {name: nn.Parameter(p.to(torch.bfloat16)) for name, p in own.items()}
-    for parameters, autocast in ((narrow, False), (own, is_autocast_available(kind))):
-        leaf._parameters.update(parameters)
-        try:
-            with torch.autocast(kind, torch.bfloat16, enabled=autocast):
-                check_of(leaf, like).require([("", [x if autocast else x.to(torch.bfloat16)])], LIKE_ROUNDING)
-        except Unreadable:
-            return False
-        finally:
-            leaf._parameters.update(own)
+    check, kind = check_of(leaf, like), x.device.type
+    narrow = functools.partial(in_dtype, dtype=torch.bfloat16)
+    try:
+        with replacing(leaf, narrow):
+            check.require([("", [narrow(x)])], LIKE_ROUNDING)
+        with torch.autocast(kind, torch.bfloat16, enabled=is_autocast_available(kind)):
+            check.require([("", [x])], LIKE_ROUNDING)
+    except Unreadable:
+        return False
     return True
 
 
@@ -139,58 +146,54 @@ class Steps:
         return self.kinds[key]
 
     def describe(self, node: Node) -> str:
-        if node.kind == "module":
-            return f"{type(self.leaf(node)).__name__} ({node.source})"
-        return (
-            node.source
-            if node.kind == "function"
-            else {"argument": "an argument", "parameter": f"a parameter ({node.source})"}.get(
-                node.kind, f"a {node.kind}"
-            )
-        )
+        if (leaf := self.leaf(node)) is not None:
+            return f"{type(leaf).__name__} ({node.source})"
+        kinds = {"argument": "an argument", "constant": "a constant", "parameter": f"a parameter ({node.source})"}
+        return kinds.get(node.kind, node.source)
 
     # -- linear layers
 
     def linear_leaf(self, node: Node) -> Layer | None:
         if not node.is_function("linear"):
             found = self.once("linear", node, _find_linear)
-            return found and Layer(*found, node.inputs[0])
+            return found and Layer(*found, self.input_of(node))
         call = node.called_with("input", "weight", "bias")
         weight, bias = call["weight"], call.get("bias")
         if weight.kind != "parameter" or (bias is not None and bias.kind != "parameter"):
             return None
-        return Layer(Weight(weight.source), bias and Weight(bias.source), weight.shape[0], node.inputs[0])
+        return Layer(Weight(weight.source), bias and Weight(bias.source), weight.shape[0], self.input_of(node))
 
     # -- norms
 
     def norm(self, node: Node) -> Norm | None:
         if node.is_function("layer_norm", "rms_norm"):
             kind = node.source.removesuffix("_norm")
-            names = ("input", "normalized_shape", "weight", "bias", "eps")
-            call = node.called_with(*(name for name in names if kind == "layer" or name != "bias"))
+            names = ("weight", "bias") if kind == "layer" else ("weight",)
+            call = node.called_with("input", "normalized_shape", *names, "eps")
             given = [call.get("weight"), call.get("bias")]
             if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in given):
                 return None
             eps = call.get("eps", 1e-5 if kind == "layer" else None)
-            weights = (None if p is None else Weight(p.source) for p in given)
+            weights = (p and Weight(p.source) for p in given)
             return Norm(kind, *weights, DEFAULT_EPS if eps is None else eps)
         return self.once("norm", node, _find_norm)
 
     # -- activations
 
     def activation(self, node: Node) -> tuple[str, Node] | None:
-        """The activation that a leaf, or a function of one tensor that is written out, computes, and the node that it reads."""
+        """The activation that a leaf, or a function of one tensor that is written out, computes, and what it reads, without
+        views."""
         if node.kind == "function":
             behind = [node]  # nodes of its shape, through functions, the nearest first
             for z in behind:
                 name = None if z is node else recognised(functools.partial(_evaluated, node, z))
                 if name not in (None, "identity"):
-                    return name, z
+                    return name, self.strip(z)
                 if z.kind == "function" and len(behind) <= _LONGEST_ACTIVATION:
                     behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
-        return None if name is None else (name, node.inputs[0])
+        return name and (name, self.input_of(node))
 
     # -- dropout
 
@@ -198,7 +201,7 @@ class Steps:
         leaf = self.leaf(node)
         if type(leaf) in (nn.Dropout, Dropout):
             return Probability(node.source, "p", leaf.p)
-        if node.is_function("dropout", "dropout_"):
+        if node.is_function("dropout"):
             call = node.called_with("input", "p", "training")
             return in_training(call.get("p", 0.5) if call.get("training", True) else 0.0)
         return None
@@ -212,14 +215,16 @@ class Steps:
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
         """What a node shows through views, casts and, if they are collected, dropouts."""
         while True:
-            # not if another tensor chooses the elements
-            if node.is_function(*VIEWS) and (len(node.inputs) == 1 or node.is_function("type_as", "expand_as", "to")):
-                node = node.inputs[0]
-            elif dropouts is not None and (p := self.dropout(node)) is not None:
+            if dropouts is not None and (p := self.dropout(node)) is not None:
                 dropouts.append(p)
-                node = node.inputs[0]
-            else:
+            # not if another tensor chooses the elements
+            elif not (node.is_function(*VIEWS, of=1) or node.is_function("type_as", "expand_as", "to")):
                 return node
+            node = node.inputs[0]
+
+    def input_of(self, node: Node) -> Node:
+        """What a node's first input shows."""
+        return self.strip(node.inputs[0])
 
     def refuse(self, what: str, node: Node) -> Unreadable:
         return Unreadable(f"{what} {self.describe(node)}")
@@ -228,24 +233,24 @@ class Steps:
         """The linear layer that a node is the result of."""
         if (layer := self.linear_leaf(node)) is not None:
             return layer
-        for base, update in node.pairs if node.is_function(*ADD) else ():
+        for base, update in node.pairs if node.is_function("add") else ():
             layer = self.linear_leaf(self.strip(base))
-            if layer is not None and (found := self.update(update, self.strip(layer.input))) is not None:
+            if layer is not None and (found := self.update(update, layer.input)) is not None:
                 return layer._replace(update=found)
         return None
 
     def update(self, node: Node, x: Node) -> Update | None:
         """scale * b(a(dropout(x)))."""
         node, scale = self.strip(node), 1.0
-        while node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
-            scale, node = scale * self.number(node), self.strip(node.inputs[0])
+        while (factor := self.factor(node)) is not None:
+            scale, node = scale * factor, self.input_of(node)
         pair = []
         for _ in "ba":
             linear = self.linear_leaf(node)
             if linear is None or linear.bias is not None or linear.weight.form:
                 return None
             dropouts: list[Probability] = []
-            pair, reader, node = [linear.weight, *pair], node, self.strip(node.inputs[0])
+            pair, reader, node = [linear.weight, *pair], node, linear.input
         if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
             raise Unreadable("low-rank updates that share one dropout's mask")
         node = self.strip(node, dropouts)
@@ -255,22 +260,24 @@ class Steps:
         """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
         parts = path.split(".")
         for i in range(len(parts) - 1):
-            held = vars(self.module.get_submodule(".".join(parts[:i]))).get(SCALING)
+            owner = ".".join(parts[:i])
+            held = vars(self.module.get_submodule(owner)).get(SCALING)
             for adapter in parts[i:]:
                 if type(held) is dict and held.get(adapter) == scale:
-                    return Scale(".".join(parts[:i]), adapter)
+                    return Scale(owner, adapter)
         return scale
 
-    def number(self, node: Node) -> float:
-        """What a node's one tensor is multiplied by."""
+    def factor(self, node: Node) -> float | None:
+        """The number that a node's one tensor is multiplied by; None for other nodes."""
+        if not node.is_function("mul", "div", of=1):
+            return None
         if len(node.numbers) != 1:
             raise self.refuse("no number scales", node)
         (number,) = node.numbers
-        return 1 / number if node.is_function(*DIVIDE) else float(number)
+        return 1 / number if node.is_function("div") else float(number)
 
     def linear(self, node: Node, what: str) -> Layer:
-        found = self.linear_of(node)
-        if found is None:
+        if (found := self.linear_of(node)) is None:
             raise self.refuse(f"{what} is not a linear layer but", node)
         self.layers_read += 1
         return found
@@ -299,32 +306,31 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
         return None
+
+    def like(x: Tensor) -> Tensor:  # in the form that is tried
+        weight = leaf._parameters["weight"]
+        return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
+
     for form, (n, k) in (("", weight.shape), ("t", weight.shape[::-1])):
         found = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
         if is_linear(leaf):
             return found
         # a forward of its own may quantise in some modes or dtypes alone
-        like, x = functools.partial(_linear, leaf, form), torch.randn(3, k, dtype=weight.dtype, device=weight.device)
+        x = weight.new_empty(3, k).normal_()
         if first_like(leaf, x, [(like, found)]) and agrees_in_16_bits(leaf, like, x):
             return found
     return None
-
-
-def _linear(leaf: nn.Module, form: str, x: Tensor) -> Tensor:
-    weight = leaf._parameters["weight"]
-    return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 
 
 def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     own, features = _parameters(leaf), node.shape[-1]
     if len(own) > 2 or any(p.shape != (features,) for p in own.values()):
         return None
-    values = leaf.__dict__.values()
-    epsilons = dict.fromkeys(v for v in values if isinstance(v, float) and 0 < v <= 1e-2)
-    tensors = (*own.values(), *(b for b in leaf._buffers.values() if b is not None and b.is_floating_point()))
+    epsilons = [v for v in leaf.__dict__.values() if isinstance(v, float) and 0 < v <= 1e-2]
+    tensors = (*own.values(), *filter(is_floating, leaf._buffers.values()))
     tensor = next(iter(tensors), torch.zeros(()))
     # rows of about the size of sqrt(eps), too, where another eps shows
-    x = torch.randn(6, features, dtype=tensor.dtype, device=tensor.device) + 0.5
+    x = tensor.new_empty(6, features).normal_() + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
     ways = []
     for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)):
@@ -349,10 +355,9 @@ def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
         return values.clone()  # functions in place are called as well
     if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
         raise Unreadable("not a function of one tensor")
-    function = getattr(F, node.source, None) or getattr(torch, node.source, None) or getattr(Tensor, node.source)
     given = (_evaluated(one, z, values) if isinstance(one, Node) else one for one in node.leaves)
     args, kwargs = recomputed((node.args, node.kwargs), given)
-    return function(*args, **kwargs)
+    return node.function(*args, **kwargs)
 
 
 def find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
@@ -360,7 +365,7 @@ def find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
     if len(own) != 1:
         return None
     ((name, weight),) = own.items()
-    x = torch.randn(3, 2, node.shape[-1], dtype=weight.dtype, device=weight.device)
+    x = weight.new_empty(3, 2, node.shape[-1]).normal_()
     ways = [(lambda x: x * weight, Weight(f"{path}.{name}"))]
     return first_like(leaf, x, ways) if weight.shape == node.shape[-1:] else None
 
@@ -376,14 +381,11 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
     leaf.training = was
     if identity is None or dropped is None or dropped.shape != x.shape or not torch.equal(identity, x):
         return None
-    samples = dropped[:, :1, :1]
-    is_zero = samples == 0
+    is_zero = dropped[:, :1, :1] == 0
     share = float(is_zero.float().mean())
-    if not (0 < share < 1 and torch.equal(dropped, samples.expand_as(dropped))):
-        return None
     for attribute, p in leaf.__dict__.items():
-        is_near = isinstance(p, float) and 0 < p < 1 and abs(share - p) < 0.1
-        if is_near and same(samples, torch.where(is_zero, 0.0, 1 / (1 - p))):
+        is_near = isinstance(p, float) and 0 < p < 1 and 0 < share < 1 and abs(share - p) < 0.1
+        if is_near and same(dropped, torch.where(is_zero, 0.0, 1 / (1 - p)).expand_as(dropped)):
             return Probability(path, attribute, p)
     return None
 
@@ -393,11 +395,7 @@ VIEWS = (
     "moveaxis", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split",
     "to", "transpose", "type", "type_as", "unbind", "unflatten", "unsafe_chunk", "unsqueeze", "view", "bfloat16",
 )  # fmt: skip
-ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
-MULTIPLY = ("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply")
-DIVIDE = ("div", "__truediv__", "div_", "true_divide")
 SCALING = "scaling"  # of peft's layers: the scales of low-rank updates, by adapter
-PRODUCT = ("matmul", "__matmul__", "bmm")
 
 
 class Argument(NamedTuple):
@@ -405,30 +403,6 @@ class Argument(NamedTuple):
 
     index: int
     form: str = ""
-
-
-class Table(NamedTuple):
-    """A buffer's first rows, as many as the input has tokens, in a form that arguments.in_form names."""
-
-    path: str
-    form: str
-
-
-class Rows(NamedTuple):
-    """One of `count` equal parts of a parameter's rows."""
-
-    weight: Weight
-    part: int
-    count: int
-
-
-class OfExperts(NamedTuple):
-    """A or B of low-rank updates of all experts, as peft lays them out in one matrix: A [E r, d], or B [n, r E], whose columns
-    are in the order of ranks; factor: "a" or "b"."""
-
-    weight: Weight
-    factor: str
-    experts: int
 
 
 class Scale(NamedTuple):
@@ -441,8 +415,8 @@ class Scale(NamedTuple):
 class Update(NamedTuple):
     """A low-rank update: the fields of ckptkern.LoRA."""
 
-    a: Weight | OfExperts
-    b: Weight | Rows | OfExperts
+    a: Weight
+    b: Weight
     scale: float | Scale
     dropout_p: Probability | float
 
@@ -450,22 +424,22 @@ class Update(NamedTuple):
         """That of one of `count` equal parts of the layer's rows."""
         if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
             raise Unreadable("a low-rank update with dropout of a weight that is split")
-        return self._replace(b=Rows(self.b, part, count), dropout_p=0.0)  # the guard sees it if that changes
+        return self._replace(b=self.b.rows(part, count), dropout_p=0.0)  # the guard sees it if that changes
 
 
 class Layer(NamedTuple):
-    """A linear layer where it is applied: what it reads, and its low-rank update."""
+    """A linear layer where it is applied: what it reads, without views, and its low-rank update."""
 
-    weight: Weight | Rows
-    bias: Weight | Rows | None
+    weight: Weight
+    bias: Weight | None
     out_features: int
     input: Node
     update: Update | None = None
 
     def rows(self, part: int, count: int) -> Layer:
         """One of `count` equal parts of its rows."""
-        bias, update = self.bias and Rows(self.bias, part, count), self.update and self.update.rows(part, count)
-        return Layer(Rows(self.weight, part, count), bias, self.out_features // count, self.input, update)
+        weight, bias, update = (one and one.rows(part, count) for one in (self.weight, self.bias, self.update))
+        return Layer(weight, bias, self.out_features // count, self.input, update)
 
 
 def layers_as(**layers: Layer) -> dict[str, Any]:
@@ -488,18 +462,19 @@ Choices = list[list[dict[str, Any]]]
 
 @dataclass
 class Reading:
-    """A fused op with its arguments: constants, Weight, Rows, Argument, Probability; x: the argument that is its input.
+    """A fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input. Of a sublayer
+    that is being read, op is "", and x the node that it reads, without views.
 
     logits_of: the path of an MoE's router whose first result is the logits, whose hooks are given them; "" if there is none.
     result: how the output lies in what forward returns. apart: a function that forward leaves out of autocast, and the op would
     not.
     """
 
-    op: str
     arguments: dict[str, Any]
-    x: int
+    x: Any
     choices: Choices = field(default_factory=list)
     logits_of: str = ""
+    op: str = ""
     result: tuple | None = None
     apart: str = ""
 
@@ -517,25 +492,12 @@ def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]
     return arguments | {name: _changed(arguments[name], rest, value) if rest else value}
 
 
-@dataclass
-class Part:
-    """What was read of a sublayer: its op's arguments, the node that it reads, and the open choices."""
-
-    arguments: dict[str, Any]
-    input: Node
-    choices: Choices = field(default_factory=list)
-    logits_of: str = ""
-
-    def reading(self, op: str) -> Reading:
-        return Reading(op, self.arguments, self.input.source, self.choices, self.logits_of)
-
-
 def prefixed(template: Any, path: str) -> Any:
     """A template of a submodule's parameters as one of its parent's."""
-    if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
+    if isinstance(template, (Weight, Scale, Probability)):
         return template._replace(path=f"{path}.{template.path}" if template.path else path)
-    if isinstance(template, (Rows, OfExperts, Update)):
-        return type(template)(*(prefixed(one, path) for one in template))
+    if isinstance(template, Update):
+        return Update(*(prefixed(one, path) for one in template))
     if isinstance(template, dict):
         return {name: prefixed(value, path) for name, value in template.items()}
     return template

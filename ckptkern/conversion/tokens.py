@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from .. import ops
 from ..memory import placeholders
 from ..subclasses import PLAIN
-from .reading import ADD, DIVIDE, MULTIPLY
-from .trace import is_in_place, leaves_of
+from .trace import ADD, DIVIDE, MULTIPLY, is_in_place, leaves_of
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
 VIEWS = frozenset(

@@ -118,6 +118,11 @@ class Unreadable(Exception):
 
 
 Call = tuple[tuple, dict[str, Any]]  # args, kwargs
+# Names of functions that compute the same.
+ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
+MULTIPLY = ("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply")
+DIVIDE = ("div", "__truediv__", "div_", "true_divide")
+SAME = {name: names[0] for names in (ADD, MULTIPLY, DIVIDE, ("cat", "concat", "concatenate")) for name in names}
 
 
 @dataclass(eq=False)
@@ -169,8 +174,11 @@ class Node:
     def numbers(self) -> list[int | float]:
         return [one for one in self.args if isinstance(one, (int, float))]
 
-    def is_function(self, *names: str) -> bool:
-        return self.kind == "function" and self.source in names
+    def is_function(self, *names: str, of: int | None = None) -> bool:
+        """Did one of these functions return it, in place or not, or an operator that does the same? of: of so many tensors."""
+        if self.kind != "function" or of not in (None, len(self.inputs)):
+            return False
+        return self.source in names or SAME.get(self.source, self.source.strip("_")) in names
 
     def called_with(self, *names: str) -> dict[str, Any]:
         """The call's arguments by name; `names` are those of its positions."""

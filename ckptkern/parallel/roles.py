@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .. import nn as ours
-from ..conversion.arguments import look_up
 from ..conversion.binding import Fused, Own
-from ..conversion.reading import Rows, Weight
+from ..conversion.reading import Weight
 
 Template = dict[str, Any]  # of an op's arguments, in which a Weight names a parameter
 
@@ -57,7 +57,7 @@ def named(module: nn.Module, arguments: Template) -> Template:
 
     def name(value: Any) -> Any:
         base = value._base if isinstance(value, Tensor) else None
-        return names.get(id(value), value) if base is None else Rows(names[id(base)], 0, 3)
+        return names.get(id(value), value) if base is None else names[id(base)].rows(0, 3)
 
     return tree_map(name, arguments)
 
@@ -95,12 +95,10 @@ def check_attends(module: nn.Module) -> None:
 # -- the places of its parameters
 
 
-def weights_in(value: Any) -> Iterator[tuple[Weight, bool]]:
-    """Yields (parameter, is it one of several in one) in a template's value."""
-    if isinstance(value, Rows):
-        yield value.weight, True
-    elif isinstance(value, Weight):
-        yield value, False
+def weights_in(value: Any) -> Iterator[Weight]:
+    """Yields the parameters in a template's value."""
+    if isinstance(value, Weight):
+        yield value
     elif isinstance(value, (tuple, list)):
         for one in value:
             yield from weights_in(one)
@@ -155,8 +153,8 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
                     f"TensorParallel: {block} has cross-attention, which sequence_parallel does not support"
                 )
             for role, value in sublayer.items():
-                for weight, in_one in weights_in(value):
-                    place, tensor = place_of(module, sublayer, role, weight, in_one), parameter(module, weight)
+                for weight in weights_in(value):
+                    place, tensor = place_of(module, sublayer, role, weight), parameter(module, weight)
                     if found.setdefault(id(tensor), place) != place:
                         raise ValueError(
                             f"TensorParallel: {weight.path} has two roles that are split along different dimensions"
@@ -171,16 +169,15 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
 
 
 def parameter(module: nn.Module, weight: Weight) -> Tensor:
-    owner, name = look_up(module, weight.path)
-    return getattr(owner, name)
+    return attrgetter(weight.path)(module)
 
 
 def is_transposed(module: nn.Module, weight: Weight) -> bool:
     return weight.form == "t" and parameter(module, weight).dim() == 2
 
 
-def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight, in_one: bool) -> Place:
-    """Returns the place of a role's parameter. in_one: the parameter holds several of the op's weights."""
+def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight) -> Place:
+    """Returns the place of a role's parameter."""
     if role == "qk_norm":
         tensor, out = parameter(module, weight), sublayer["out_weight"]
         if tensor.dim() == 2:  # a row for each head
@@ -202,7 +199,7 @@ def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight, i
         and isinstance(sublayer["qkv_weight"], Weight)
         and sublayer.get("qkv_layout", "qkv") == "qkv"
     )
-    if in_one or packed:
+    if weight.count > 1 or packed:  # the parameter holds several of the op's weights
         return INSIDE
     place = SPLIT[role]
     return Place(1 - place.dim) if is_transposed(module, weight) else place
