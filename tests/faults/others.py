@@ -277,6 +277,52 @@ FROZEN = [
     ),
 ]
 
+IN_PYTHON = "CKPTKERN_EXTENSION=python "
+STATE = [
+    Fault(
+        "saved tensors in Python: a held value that has changed is given",
+        "ckptkern/state/saved.py",
+        "return x if x is not None «and version_of(x) == version» else None",
+        "",
+        (IN_PYTHON + "tests/ops/test_split_backward.py -k changes_between",),
+    ),
+    Fault(
+        "saved tensors in Python: each chunk's gradient is rounded",
+        "ckptkern/state/saved.py",
+        "elif «following._input_metadata[slot].dtype in HALVES»:",
+        "False",
+        (IN_PYTHON + "tests/segments/test_tiled.py",),
+    ),
+    Fault(
+        "precision in Python: cast weights outlive the region",
+        "ckptkern/state/precision.py",
+        "«_C.clear_autocast_cache()»",
+        "pass",
+        (IN_PYTHON + "tests/test_state.py -k outlive",),
+    ),
+    Fault(
+        "modules in Python: statistics are updated twice",
+        "ckptkern/state/modules.py",
+        "is_statistic = «x is not None and space.norm and (space.own or space.updated) and is_plain(x)»",
+        "False",
+        (IN_PYTHON + "tests/segments",),
+    ),
+    Fault(
+        "region in Python: a cache that forward fills is an error",
+        "ckptkern/state/region.py",
+        "if x is not None and «x._version != version»:",
+        "False",
+        (IN_PYTHON + "tests/segments",),
+    ),
+    Fault(
+        "region in Python: a recompute draws other random numbers",
+        "ckptkern/state/region.py",
+        "«restore(self.random)»",
+        "pass",
+        (IN_PYTHON + "tests/segments/test_regions.py",),
+    ),
+]
+
 CSRC = [
     Fault(
         "philox: planes overlap where rows are no multiple of 16",

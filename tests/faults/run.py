@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import shlex
@@ -78,12 +79,14 @@ def environment(copy: Path) -> dict[str, str]:
 
 
 def tested(copy: Path, arguments: str, seconds: float) -> Run:
-    """Runs pytest on a part of the suite, in one process, to the first failure."""
-    command = [*PYTEST, *shlex.split(arguments)]
+    """Runs pytest on a part of the suite, in one process, to the first failure. What is before its path is environment."""
+    words = shlex.split(arguments)
+    named = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
+    command = [*PYTEST, *words[len(named) :]]
     with subprocess.Popen(
         command,
         cwd=copy,
-        env=environment(copy),
+        env=environment(copy) | named,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
