@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +30,18 @@ STARTED = pytest.StashKey[float]()
 ALL = pytest.StashKey[bool]()
 # seconds each: --quick leaves them out, unless they are named
 PROGRAMS = "tests/benchmarks", "tests/examples", "tests/tools"
+
+
+def cache_without_tables() -> str:
+    """Makes a folder for CKPTKERN_CACHE that has the user's extensions and no tuned table, and returns its path."""
+    given = os.environ.get("CKPTKERN_CACHE")
+    extensions = Path(
+        given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ckptkern"), "extension"
+    )
+    folder = tempfile.mkdtemp(prefix="ckptkern-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.symlink(extensions.resolve(), Path(folder, "extension"))
+    return folder
 
 
 def runs_all(config: pytest.Config) -> bool:
@@ -80,9 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             quicken()
             check_masks()
-    os.environ["CKPTKERN_CACHE"] = os.path.join(
-        tempfile.gettempdir(), f"no-ckptkern-cache-{os.getpid()}"
-    )  # nobody's table
+    os.environ["CKPTKERN_CACHE"] = cache_without_tables()
     # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Inductor's C++ is compiled without vectors: it would try each of the processor's kinds in a process, 9 s in every run.
