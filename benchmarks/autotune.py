@@ -30,7 +30,7 @@ from ..ops import catalog
 from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned
-from ..tools.models import load, model_and_inputs
+from ..tools.models import model_and_inputs
 from . import measure
 from .baselines import Function
 from .cases import Case, variants
@@ -175,7 +175,7 @@ def shapes_of(text: str) -> list[tuple[int, int]]:
 
 def of_model(target: str) -> list[tuple]:
     """Returns (op, features, hidden, out, dtype) of the matmuls that a forward of FILE:FUNCTION's model meets, each once."""
-    model, given, named = model_and_inputs(load(target)())
+    model, given, named = model_and_inputs(target)
     choice = _choices._choice
     choice.seen = seen = []
     try:

@@ -142,7 +142,7 @@ def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tu
 
 def case_of(target: str, device: torch.device, modes: Sequence[str] | None, dtype: torch.dtype | None) -> Case:
     """The case of FILE:FUNCTION. Raises ValueError with what is wrong with it."""
-    module, args, kwargs = model_and_inputs(load(target)())
+    module, args, kwargs = model_and_inputs(target)
     model, x = _given(Called(module, (args, kwargs)), device, dtype)
     if not segments_in(model.replica()):
         print(f"convert fuses nothing of it: python -m ckptkern convert {target} says why", file=sys.stderr)
