@@ -31,10 +31,10 @@ import torch
 VARIABLE, CHOICES = "CKPTKERN_EXTENSION", ("auto", "cached", "python", "required")
 NAME = "ckptkern._C"
 WAIT = 120.0  # seconds for another process, which builds
-# -g0: with the debug information that Python's own flags ask for, the extension is 35 times as large. -fopenmp, for
-# at::parallel_for, is no link flag: the symbols then come from the OpenMP runtime that torch ships, so that there is one thread
-# pool and not two.
-FLAGS = ["-O3", "-g0", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]
+# -DNDEBUG, as Python's own flags have it: else checks of pybind11 abort where Python unwinds a thread. -g0: with debug
+# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is no link flag: the symbols then come from the
+# OpenMP runtime that torch ships, so that there is one thread pool and not two.
+FLAGS = ["-O3", "-g0", "-DNDEBUG", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]
 HERE = Path(__file__).resolve().parent
 
 
@@ -81,7 +81,9 @@ def cache() -> Path:
 def folders() -> tuple[Path, list[Path]]:
     """Returns (the folder in which it is built here, those in which it may be found, the first that fits best)."""
     sources = sorted(folder_of_sources().iterdir())
-    source = digest_of(*(part for path in sources for part in (path.name.encode(), path.read_bytes())))
+    source = digest_of(
+        repr(FLAGS).encode(), *(part for path in sources for part in (path.name.encode(), path.read_bytes()))
+    )
     common = f"torch{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{source}"
     found, by = compiler(), "none"
     if found is not None:

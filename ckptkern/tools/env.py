@@ -178,7 +178,7 @@ def _tuned_impls() -> dict[str, Any]:
 def _extension() -> dict[str, Any]:
     """Which implementation of `ckptkern.state` runs, why, and what it costs the host beside torch's checkpoint."""
     module, why = state.LOADED
-    layer, x = torch.nn.Linear(8, 8), torch.randn(1, 8, requires_grad=True)
+    layer, x = torch.nn.Linear(8, 8, device="meta").to_empty(device="cpu"), torch.ones(1, 8, requires_grad=True)
     calls = {
         "ckptkern.checkpoint": lambda: checkpoint(layer, x),
         "torch.utils.checkpoint": lambda: torch_checkpoint(layer, x, use_reentrant=False),
