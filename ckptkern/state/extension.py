@@ -32,8 +32,8 @@ VARIABLE, CHOICES = "CKPTKERN_EXTENSION", ("auto", "cached", "python", "required
 NAME = "ckptkern._C"
 WAIT = 120.0  # seconds for another process, which builds
 # -DNDEBUG, as Python's own flags have it: else checks of pybind11 abort where Python unwinds a thread. -g0: with debug
-# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is no link flag: the symbols then come from the
-# OpenMP runtime that torch ships, so that there is one thread pool and not two.
+# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is no link flag: the symbols then come from
+# the OpenMP runtime that torch ships, so that there is one thread pool and not two.
 FLAGS = ["-O3", "-g0", "-DNDEBUG", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]
 HERE = Path(__file__).resolve().parent
 
