@@ -113,28 +113,6 @@ class _FeedForward(Layer):
 
     layers: ClassVar[dict[str, str]]
 
-    def block_arguments(self) -> dict[str, Tensor | None]:
-        """Returns its parameters as arguments of ckptkern.mlp_block."""
-        return weights(self, **self.layers)
-
-    def is_unmodified(self) -> bool:
-        """Do its parameters alone determine what it computes?"""
-        return unmodified(torch.nn.Linear, *(getattr(self, name) for name in self.layers.values()))
-
-
-class MLP(_FeedForward):
-    """Computes y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two
-    nn.Linear.
-
-    hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
-    activation: as Linear's, a name, function or module.
-    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is not
-    plain memory (parametrised, quantised, sharded), the module calls both inside one ckptkern.checkpoint, which saves
-    the input.
-    """
-
-    layers: ClassVar = {"up": "fc1", "down": "fc2"}
-
     def __init__(
         self,
         in_features: int,
@@ -155,17 +133,46 @@ class MLP(_FeedForward):
         self.set_options(recompute, workspace, activation=activation_of(op, activation), dropout=dropout)
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
         out_features = in_features if out_features is None else out_features
-        self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
+        for role, name in self.layers.items():
+            sizes = (hidden_features, out_features) if role == "down" else (in_features, hidden_features)
+            setattr(self, name, torch.nn.Linear(*sizes, bias, device, dtype))
+
+    def block_arguments(self) -> dict[str, Tensor | None]:
+        """Returns its parameters as arguments of ckptkern.mlp_block."""
+        return weights(self, **self.layers)
+
+    def is_unmodified(self) -> bool:
+        """Do its parameters alone determine what it computes?"""
+        return unmodified(torch.nn.Linear, *(getattr(self, name) for name in self.layers.values()))
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_unmodified():
             return composed(self._composed, input)
-        parameters = self.block_arguments().values()
-        return ops.mlp(input, *parameters, self.activation, self.dropout, training=self.training, **self.modes)
+        options = {"activation": self.activation, "dropout_p": self.dropout, "training": self.training, **self.modes}
+        if "gate" in self.layers:
+            return ops.gated_mlp(input, **self.block_arguments(), **options)
+        return ops.mlp(input, *self.block_arguments().values(), **options)
 
     def _composed(self, input: Tensor) -> Tensor:
-        return self.fc2(ops.dropout(eager.act(self.fc1(input), self.activation), self.dropout, self.training))
+        """Computes forward by calling the layers."""
+        *first, down = (getattr(self, name) for name in self.layers.values())
+        h = eager.act(first[0](input), self.activation)
+        h = h * first[1](input) if "gate" in self.layers else h
+        return down(ops.dropout(h, self.dropout, self.training))
+
+
+class MLP(_FeedForward):
+    """Computes y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two
+    nn.Linear.
+
+    hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
+    activation: as Linear's, a name, function or module.
+    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is not
+    plain memory (parametrised, quantised, sharded), the module calls both inside one ckptkern.checkpoint, which saves
+    the input.
+    """
+
+    layers: ClassVar = {"up": "fc1", "down": "fc2"}
 
 
 class GatedMLP(_FeedForward):
@@ -192,24 +199,9 @@ class GatedMLP(_FeedForward):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        op = type(self).__name__
-        check_counts(op, 0, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-        self.set_options(recompute, workspace, activation=activation_of(op, activation), dropout=dropout)
-        out_features = in_features if out_features is None else out_features
-        self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.is_unmodified():
-            return composed(self._composed, input)
-        options = {"dropout_p": self.dropout, "training": self.training, **self.modes}
-        return ops.gated_mlp(input, **self.block_arguments(), activation=self.activation, **options)
-
-    def _composed(self, input: Tensor) -> Tensor:
-        h = eager.act(self.gate_proj(input), self.activation) * self.up_proj(input)
-        return self.down_proj(ops.dropout(h, self.dropout, self.training))
+        sizes = in_features, hidden_features, out_features
+        factory = {"recompute": recompute, "workspace": workspace, "device": device, "dtype": dtype}
+        super().__init__(*sizes, activation, bias, dropout, **factory)
 
 
 class Experts(Layer):

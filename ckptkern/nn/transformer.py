@@ -87,7 +87,9 @@ class _Layer(Layer):
             and attention.covers(x, memory, *masks)
         )
 
-    def _arguments(self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None) -> dict[str, Any]:
+    def layer_arguments(
+        self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None
+    ) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for. cross: masks of memory."""
 
         def around(number: int) -> dict[str, Any]:
@@ -109,8 +111,9 @@ class _Layer(Layer):
         found["mlp_arguments"] = {**weights(self, up="linear1", down="linear2"), **mlp, **around(len(found) + 1)}
         return found
 
-    def _fused(self, x: Tensor, arguments: dict[str, dict[str, Any]]) -> Tensor:
-        swapped = self.self_attn.swapped
+    def _fused(self, x: Tensor, *others: Any) -> Tensor:
+        """Computes forward as one op. others: what `layer_arguments` takes besides x."""
+        swapped, arguments = self.self_attn.swapped, self.layer_arguments(x, *others)
         return swapped(ops.transformer_layer(swapped(x), **arguments, **self.modes))
 
     def _composed(self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None) -> Tensor:
@@ -159,7 +162,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         masks = src_mask, src_key_padding_mask, is_causal
         attends = self._attends(self.self_attn, src, src, *masks)
         if attends and self._is_unmodified():
-            return self._fused(src, self.layer_arguments(src, *masks))
+            return self._fused(src, masks)
         if self._is_torchs("_sa_block") and not attends:
             # as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
             # evaluation it may take a kernel that reads additive masks as bool
@@ -167,10 +170,6 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             padding = F._canonical_mask(src_key_padding_mask, *names, src.dtype)
             masks = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding, is_causal
         return composed(self._composed, src, masks)
-
-    def layer_arguments(self, src: Tensor, *masks: Any) -> dict[str, dict[str, Any]]:
-        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
-        return self._arguments(src, masks)
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
@@ -209,9 +208,5 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             and self._attends(crossing, tgt, memory, *cross)
             and self._is_unmodified()
         ):
-            return self._fused(tgt, self.layer_arguments(tgt, memory, masks, cross))
+            return self._fused(tgt, masks, memory, cross)
         return composed(self._composed, tgt, masks, memory, cross)
-
-    def layer_arguments(self, tgt: Tensor, memory: Tensor, masks: tuple, cross: tuple) -> dict[str, dict[str, Any]]:
-        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
-        return self._arguments(tgt, masks, memory, cross)

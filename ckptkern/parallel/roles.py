@@ -46,8 +46,8 @@ BLOCKS: dict[type, tuple[str, tuple]] = {  # the op, and what the method is call
     ours.LlamaAttention: ("attention_block", (_X,)),
     ours.MultiheadAttention: ("attention_block", (_X, _X, *_NO_MASKS)),
     ours.LlamaDecoderLayer: ("transformer_layer", (_X,)),
-    ours.TransformerEncoderLayer: ("transformer_layer", (_X, *_NO_MASKS)),
-    ours.TransformerDecoderLayer: ("transformer_layer", (_X, _MEMORY, _NO_MASKS, _NO_MASKS)),
+    ours.TransformerEncoderLayer: ("transformer_layer", (_X, _NO_MASKS)),
+    ours.TransformerDecoderLayer: ("transformer_layer", (_X, _NO_MASKS, _MEMORY, _NO_MASKS)),
 }
 
 
