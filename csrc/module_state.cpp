@@ -373,7 +373,8 @@ void ModuleState::add_absent() {
       }
     }
     for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-      if ((is_constant(value) || is_tensor(value) || is_container(value)) && !known.contains(py::handle(name))) {
+      const bool saved = is_constant(value) || is_tensor(value) || (is_container(value) && !is_table(name));
+      if (saved && !known.contains(py::handle(name))) {
         Entry entry{i, py::reinterpret_borrow<py::object>(name)};
         entry.absent = true;
         entries_.push_back(std::move(entry));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,6 +22,7 @@ DICTS = frozenset(
     ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
      "_forward_hooks_always_called", "_modules")
 )  # fmt: skip
+TABLES = ("_parameters", "_buffers", "_modules")
 EXACT = (Tensor, nn.Parameter)
 ABSENT = object()  # what is not held
 Items = dict[str, Any]
@@ -66,7 +68,10 @@ def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
             return copies.setdefault(id(x), (x, x.clone()))[1]
         if storage._cdata not in copies:
             copies[storage._cdata] = storage, storage.clone()
-        return x.new_empty(0).set_(copies[storage._cdata][1], x.storage_offset(), x.shape, x.stride())
+        copy = x.new_empty(0).set_(copies[storage._cdata][1], x.storage_offset(), x.shape, x.stride())
+        _C._set_conj(copy, x.is_conj())
+        _C._set_neg(copy, x.is_neg())
+        return copy
 
 
 def item(space: Any, name: Any) -> Any:
@@ -133,7 +138,8 @@ class Entry:
 
     def is_there(self, now: Any) -> bool:
         if self.items:
-            return is_of(now, dict) and list(now.items()) == list(self.value.items())
+            same_names = is_of(now, dict) and list(now) == list(self.value)
+            return same_names and all(map(operator.is_, now.values(), self.value.values()))
         return now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
 
     def is_lost(self) -> bool:
@@ -201,7 +207,7 @@ class ModuleState:
         for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
             tables = {}
-            for name in ("_parameters", "_buffers", "_modules"):  # of a ScriptModule they are no attributes
+            for name in TABLES:  # of a ScriptModule they are no attributes
                 tables[name] = attributes[name] if name in attributes else getattr(module, name)
             norm = attributes.get("training") is True and is_of(module, _NormBase)
             for name, value in tables["_parameters"].items():
@@ -247,7 +253,7 @@ class ModuleState:
         self.settled = True
         for i, (space, kind, count) in enumerate(self.attributes):
             if len(space.object) != count:
-                known = {entry.name for entry in self.entries if entry.space is space}
+                known = {*TABLES, *(entry.name for entry in self.entries if entry.space is space)}
                 added = [name for name, value in space.object.items() if name not in known and is_saved(value)]
                 self.entries += [Entry(space, name, ABSENT) for name in added]
             if kind is not type(space.module):  # a lazy module, which also removes its hook

@@ -82,16 +82,15 @@ class _Saved(torch.autograd.Function):
         return Tensor._make_subclass(Tensor, _EMPTY)  # which modes do not see
 
 
-_EMPTY, _ROOT = torch.empty(0), torch.empty(0, requires_grad=True)
+_EMPTY, _ROOT = torch.empty(0, device="cpu"), torch.empty(0, device="cpu", requires_grad=True)
 
 
 def saved(tensors: list[Tensor]) -> Tensor:
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
-    try:
-        return _Saved.apply(_ROOT, tensors)  # whose node lives as long as it
-    finally:
-        torch._C._set_grad_enabled(before)
+    """Saves tensors in a node, which lives as long as what this returns. Their hooks run as the caller's code does."""
+    if torch.is_grad_enabled():
+        return _Saved.apply(_ROOT, tensors)
+    with torch.enable_grad():  # not in any case: modes of torch functions see it
+        return _Saved.apply(_ROOT, tensors)
 
 
 class SegmentState:
@@ -116,13 +115,13 @@ class SegmentState:
             self.given = self.take((args, kwargs), -1)
             for value in reachable:
                 reach(value, self.modules, self.generators)
+            devices = dict.fromkeys(x.device for x in self.tensors if x.device.type not in ("cpu", "meta"))
         tensors, self.tensors, self.known = self.tensors, [], {}
         alone = [place for place, *_ in self.caches]
         groups = [[i for i in range(len(tensors)) if i not in alone], *([i] for i in alone)]
         self.nodes = [(places, saved([tensors[i] for i in places])) for places in groups if places]
         self.random: list[tuple[torch.Generator, Tensor]] = []
         if preserve_rng_state:
-            devices = dict.fromkeys(x.device for x in tensors if x.device.type not in ("cpu", "meta"))
             of_devices = (torch.get_device_module(d).default_generators[d.index] for d in devices)
             generators = [torch.default_generator, *self.modules.generators, *self.generators, *of_devices]
             self.random = [(one, read_generator(one)) for one in generators]
@@ -153,13 +152,13 @@ class SegmentState:
         kind = type(value)
         if kind is tuple or kind is list:
             return kind, [self.take(one, depth + 1) for one in value]
-        if isinstance(value, tuple) and hasattr(value, "_make"):
+        if is_of(value, tuple) and hasattr(value, "_make"):
             return kind._make, [self.take(one, depth + 1) for one in value]
         if kind is dict:
             keys = list(value)
             return lambda held: dict(zip(keys, held, strict=True)), [self.take(value[key], depth + 1) for key in keys]
-        if kind not in SCALARS and not isinstance(value, type):
-            if isinstance(value, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
+        if kind not in SCALARS and not is_of(value, type):
+            if issubclass(kind, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
                 parts = take_apart(value)
                 if parts is not None:
                     return parts[1], [self.take(one, depth + 1) for one in parts[0]]

@@ -42,8 +42,10 @@ class SavedTensors:
     def pack(self, x: Tensor) -> Placeholder:
         """Forward's hook."""
         leaf = x._base if x._is_view() else x
-        if leaf.is_leaf and id(leaf) not in self.watched and (leaf.requires_grad or type(leaf) is nn.Parameter):
-            self.watch(leaf)
+        if leaf.is_leaf and (leaf.requires_grad or type(leaf) is nn.Parameter):
+            known = self.watched.get(id(leaf))
+            if known is None or known[0]() is not leaf:  # of another tensor, which is gone
+                self.watch(leaf)
         if self.compares:
             self._metadata.append((x.shape, x.dtype, x.device))
         placeholder = Placeholder(self, len(self.places))
@@ -87,16 +89,19 @@ class SavedTensors:
         for one in self.placeholders():
             one.values.pop(key, None)
 
+    @unseen
     def hold(self, key: int, limit: int) -> int | None:
         """Returns the bytes of that recompute's values, without parameters; from now on they are for every later pass. None,
         and they are not, if that is more than limit; limit < 0: any number."""
         counted = {
-            x.untyped_storage()._cdata for reference, _ in self.watched.values() if (x := reference()) is not None
+            x.untyped_storage()._cdata
+            for reference, _ in self.watched.values()
+            if (x := reference()) is not None and _C._has_storage(x)
         }
         size, found = 0, [one for one in self.placeholders() if key in one.values]
         for one in found:
             x, _ = one.values[key]
-            if x.layout is not torch.strided or x.is_nested:  # their bytes are not known here
+            if not _C._has_storage(x):  # sparse, jagged and other subclasses: their bytes are not known here
                 return None
             storage = x.untyped_storage()
             if storage._cdata not in counted:
@@ -136,7 +141,7 @@ class Recompute:
     """A recompute of a region for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor;
     count: tensors saved so far; different: [(place, tensor)] that do not look as in forward."""
 
-    fresh = 0  # references that a tensor has which Python has not seen (`references_of_fresh`)
+    fresh = 0  # references that a tensor has which Python has not seen, as `pack` counts them
 
     def __init__(self, segment: SavedTensors, key: int, stop: type[Exception]):
         self.segment, self.key, self.stop = segment, key, stop
@@ -144,13 +149,15 @@ class Recompute:
         self.count, self.unfilled = 0, -1
         self.different: list[tuple[int, Tensor]] = []
 
+    @unseen
     def pack(self, x: Tensor) -> Tensor:
         """Recompute's hook: hands x, detached, to the placeholder at its place."""
         # Inputs are packed before the kernel of their op runs, so that ending there skips the kernel. Not where x is what the
         # kernel gave, which would save nothing. And not before the kernel has filled an input, as that of rrelu fills its noise
         # (pytorch#193671): Python has not seen such a tensor.
         now, segment, place = _C._autograd._get_sequence_nr(), self.segment, self.count
-        if not x.requires_grad and not x._is_view() and sys.getrefcount(x) <= Recompute.fresh:
+        self.references = sys.getrefcount(x)
+        if self.references <= Recompute.fresh and not x.requires_grad and not x._is_view():
             self.unfilled = now
         ends = segment.stops_early and place + 1 == len(segment.places) and self.unfilled != now
         ends = ends and not (x.grad_fn is not None and x.grad_fn._sequence_nr() + 1 == now)
@@ -173,19 +180,10 @@ class Recompute:
         return detached
 
 
-class _Counting:
-    """Counts the references of a tensor as `Recompute.pack` sees it."""
-
-    def pack(self, x: Tensor) -> Tensor:
-        now, segment, place = 0, self, 0
-        if not x.requires_grad and not x._is_view() and sys.getrefcount(x) <= Recompute.fresh:
-            raise AssertionError(now, segment, place)
-        Recompute.fresh = sys.getrefcount(x)
-        return x.detach()
-
-
-with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_Counting().pack, lambda x: x):
-    torch.zeros(1, requires_grad=True).exp()
+_first = Recompute(SavedTensors(), 0, Exception)
+with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_first.pack, lambda x: x):
+    torch.zeros(1, device="cpu", requires_grad=True).exp()
+Recompute.fresh = _first.references
 
 
 def unpack_saved(placeholder: Placeholder) -> Tensor:
@@ -207,19 +205,18 @@ def executes(node: Any) -> tuple[bool, bool]:
         return True, True
 
 
-class _Pass:
-    """The last backward pass that was looked at, and the ids of the leaves that it leaves out."""
-
-    task, leaves = -1, frozenset()
+_left_out: tuple[int, frozenset[int]] = -1, frozenset()  # by the last backward pass that was looked at
 
 
 def left_out() -> frozenset[int]:
     """The ids of the leaves whose gradients the running backward pass does not ask for, among those below the node that first
     asks: torch tells Python of no other whether it is in the graph."""
+    global _left_out
     task, node = _C._current_graph_task_id(), _C._current_autograd_node()
     if task == -1 or node is None:
         return frozenset()
-    if task != _Pass.task:
+    looked_at, leaves = _left_out  # at once: another thread's pass may be next
+    if task != looked_at:
         pending, seen, found = [node], {node}, set()
         for one in pending:
             for following, _ in one.next_functions:
@@ -229,8 +226,8 @@ def left_out() -> frozenset[int]:
                     leaf = getattr(following, "variable", None)
                     if leaf is not None and not executes(following)[0]:
                         found.add(id(leaf))
-        _Pass.task, _Pass.leaves = task, frozenset(found)
-    return _Pass.leaves
+        _left_out = task, leaves = task, frozenset(found)
+    return leaves
 
 
 def asks_for_some() -> bool:

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +78,99 @@ def test_it_leaves_the_world_as_it_was(name, way):
         ]
         for name_of, buffer in m.named_buffers():
             torch.testing.assert_close(buffer, plain.get_submodule(path).get_buffer(name_of), rtol=0, atol=0)
+
+
+# -- what the implementations of a region's state have to agree on ---------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer or a constant tensor; equal to every other one."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def __eq__(self, other):
+        return self.scale == other.scale  # a tensor, which is neither true nor false
+
+    __hash__ = nn.Module.__hash__
+
+    def forward(self, x):
+        scale = self.scale.imag if self.scale.is_complex() else self.scale
+        return (x * scale).exp()
+
+
+COMPLEX = torch.complex(torch.arange(6.0), torch.arange(6.0) - 2.5).conj()
+
+
+@pytest.mark.parametrize("scale", [COMPLEX, COMPLEX.imag], ids=["conjugate", "negative"])
+def test_a_buffer_of_lazily_changed_sign(scale):
+    x = sample()
+    found, plain = (
+        torch.autograd.grad(call(x).sum(), x) for call in (functools.partial(checkpoint, Scaled(scale)), Scaled(scale))
+    )
+    assert torch.equal(found[0], plain[0])
+
+
+def test_submodules_that_compare_as_tensors():
+    model, x = nn.Sequential(Scaled(torch.ones(6)), nn.Tanh()), sample()
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    y = checkpoint(model, x)
+    model[0] = Scaled(torch.full((6,), 2.0))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", None)
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return (x * self.calls).exp() if self.cache is None else x
+
+
+def test_forward_adds_an_attribute_to_a_module_whose_buffers_are_none():
+    model, x = Counted(), sample()
+    (found,) = torch.autograd.grad(checkpoint(model, x).sum(), x)
+    assert torch.equal(found, x.exp())
+    assert (model.calls, model._buffers) == (1, {"cache": None})
+
+
+def test_an_argument_that_says_it_is_a_dict():
+    x = sample()
+    (found,) = torch.autograd.grad(checkpoint(lambda x, _: x.exp(), x, mock.Mock(spec=dict)).sum(), x)
+    assert torch.equal(found, x.exp())
+
+
+def test_a_sparse_leaf_of_a_region_that_is_asked_for_a_part():
+    matrix, x, w = (
+        torch.eye(3).to_sparse().requires_grad_(),
+        torch.arange(3.0).requires_grad_(),
+        torch.ones(3).requires_grad_(),
+    )
+    y = checkpoint(lambda x: (torch.sparse.mm(matrix, x[:, None]) * w[:, None]).exp(), x).sum()
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+    (dw,) = torch.autograd.grad(y, w)
+    assert torch.equal(dx, x.exp())
+    assert torch.equal(dw, x * x.exp())
+
+
+class Names(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_calls_of_forward_and_of_hooks():
+    x = sample()
+    with Names() as mode, torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        checkpoint(lambda x: x.exp().sin(), x)
+    assert mode.names == ["clone", "exp", "sin"]
 
 
 # -- what a function captures ---------------------------------------------------------------------------------------------
