@@ -109,6 +109,7 @@ def test_what_others_may_write_is_not_loaded(open_to_all, monkeypatch, tmp_path)
 def test_a_wheel_for_another_torch_says_so(monkeypatch, tmp_path):
     (tmp_path / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
     monkeypatch.setattr(extension, "HERE", tmp_path / "state")
+    monkeypatch.setenv("CKPTKERN_EXTENSION", "auto")
     monkeypatch.setattr(extension, "imported", lambda path: types.SimpleNamespace(torch_version="2.9.1"))
     with pytest.raises(ImportError, match=r"was built for torch 2\.9\.1, and torch .* runs.*pip install"):
         extension.loaded()
