@@ -304,7 +304,8 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
             else:
                 causal = True  # a guess, which must hold for another length too
         else:
-            found.append((len(one.shape) < 4 or one.shape[1] == 1, _mask(steps, one, sliced)))
+            alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (one, node))  # it may be expanded
+            found.append((alike, _mask(steps, one, sliced)))
     if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
         if any(isinstance(mask, Argument) for _, mask in found):
             raise Unreadable(f"{len(found)} masks are added")

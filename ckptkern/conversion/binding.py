@@ -283,7 +283,7 @@ class Forward:
         """
         if not (torch.is_grad_enabled() and self.module.training) or any(one.get_seq_length() for one in caches):
             return False
-        warn_once("cache", LEFT_EMPTY)
+        warn_once("cache", LEFT_EMPTY, 4)
         return True
 
     def checkpointed(
@@ -406,8 +406,14 @@ def is_cache(value: object) -> bool:
 
 
 def without_caches(call: Call) -> Call:
-    """A call with None in place of caches."""
-    return recomputed(call, (None if is_cache(v) else v for v in leaves_of(call)))
+    """A call with None in place of caches. What holds none is the same object: a layer may append to a list."""
+
+    def emptied(value: Any) -> Any:
+        leaves = leaves_of(value)
+        return recomputed(value, (None if is_cache(v) else v for v in leaves)) if any(map(is_cache, leaves)) else value
+
+    args, kwargs = call
+    return tuple(map(emptied, args)), {name: emptied(value) for name, value in kwargs.items()}
 
 
 class General(Forward):

@@ -22,17 +22,17 @@ AGAIN = "Convert the model once more, as it is trained now"  # the remedy where 
 WARNED: set[Hashable] = set()  # since a model was converted
 
 
-def warn_once(key: Hashable, text: str) -> None:
+def warn_once(key: Hashable, text: str, stacklevel: int) -> None:
     if key not in WARNED:
         WARNED.add(key)
-        warnings.warn(f"ckptkern.convert: {text}", stacklevel=6)
+        warnings.warn(f"ckptkern.convert: {text}", stacklevel=stacklevel)
 
 
 def warn_of(name: str, ran: str, kind: str, why: str) -> None:
     """Warns of the first module of a class, `kind`, that runs otherwise than its row says for this cause."""
     original = "its original forward, which saves everything"
     what = original if ran == "original" else "an activation checkpoint, not fused"
-    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {what}: {why}")
+    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {what}: {why}", 7)
 
 
 warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]

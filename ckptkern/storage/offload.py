@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -71,7 +72,7 @@ class _Lane:
     def take(self, nbytes: int) -> Tensor:
         """A host buffer, uint8 of at least so many bytes."""
         size = 1 << (max(nbytes, 4096) - 1).bit_length()
-        if self.free.get(size):
+        with contextlib.suppress(KeyError, IndexError):  # another thread may take the last one
             return self.free[size].pop()
         if self.side is not None:
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)

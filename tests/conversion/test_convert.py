@@ -167,6 +167,26 @@ def test_a_mask_that_appears_later_is_applied():
     assert after < before / 2, "a bool mask was checked beforehand"
 
 
+class Biased(nn.Module):
+    """Attention with a trained bias of each head beside a mask of all heads, which is expanded."""
+
+    def __init__(self, of_heads: int):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn((1, HEADS, 6, 6)[4 - of_heads :]))
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + self.bias + mask.expand(-1, HEADS, -1, -1)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("of_heads", [4, 3])
+def test_a_mask_of_all_heads_may_be_expanded_beside_a_trained_bias(of_heads):
+    conversion = ckptkern.convert(Biased(of_heads), tokens(), torch.randn(2, 1, 6, 6))
+    assert fused_of(conversion) == ["attention_block"], str(conversion)
+
+
 def test_a_mask_by_position_may_be_another_kind_later():
     """A forward with *args takes no argument by its name that stands before them."""
     kind = variant(
@@ -469,6 +489,19 @@ def caching(kind):
         return kind.forward(self, x, tables, attention_mask)
 
     return variant(kind, forward=forward)
+
+
+def test_what_a_layer_appends_beside_a_cache_is_there():
+    def forward(self, x, tables=None, attention_mask=None, cache=None, collected=None):
+        if collected is not None:
+            collected.append(len(x))
+        return architectures.Scaled.forward(self, x, tables, attention_mask)
+
+    model = Stack(variant(architectures.Scaled, forward=forward), lambda x: with_tables(x) | {"cache": Cache()})
+    ckptkern.convert(model, ids(), recompute="full")
+    x, collected = tokens().requires_grad_(), []
+    model.layers[0](x, **with_tables(x), cache=Cache(), collected=collected)
+    assert collected == [2]
 
 
 @pytest.mark.parametrize(("kind", "replaced_by"), [(Llama, "transformer_layer"), (architectures.Scaled, "checkpoint")])
