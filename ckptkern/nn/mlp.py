@@ -173,6 +173,8 @@ class MLP(_FeedForward):
     """
 
     layers: ClassVar = {"up": "fc1", "down": "fc2"}
+    fc1: torch.nn.Linear
+    fc2: torch.nn.Linear
 
 
 class GatedMLP(_FeedForward):
@@ -184,6 +186,9 @@ class GatedMLP(_FeedForward):
     """
 
     layers: ClassVar = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    gate_proj: torch.nn.Linear
+    up_proj: torch.nn.Linear
+    down_proj: torch.nn.Linear
 
     def __init__(
         self,
