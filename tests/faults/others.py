@@ -315,7 +315,7 @@ STATE = [
         (IN_PYTHON + "tests/segments",),
     ),
     Fault(
-        "region in Python: a recompute draws other random numbers",
+        "region in Python: a recompute samples other random numbers",
         "ckptkern/state/region.py",
         "«restore(self.random)»",
         "pass",
