@@ -1,7 +1,7 @@
 """What a warm forward and backward enters: files under ckptkern/ and functions in them, in the eager backend.
 
 `python -m tests.support.entered [NAME]` prints the counts, or each function that NAME enters and how often. Comprehensions and
-lambdas are not counted: whether these are functions depends on Python's version.
+lambdas are not counted: whether these are functions depends on Python's version. Nor is what runs in place of the extension.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def entered(call: Callable[[], torch.Tensor]) -> Counter[CodeType]:
 
     def on_event(frame, event: str, _) -> None:
         code = frame.f_code
-        if event == "call" and ROOT in Path(code.co_filename).parents and not code.co_name.startswith("<"):
+        path = Path(code.co_filename)
+        is_ours = ROOT in path.parents and (path.parent != ROOT / "state" or path.name == "__init__.py")
+        if event == "call" and is_ours and not code.co_name.startswith("<"):
             counts[code] += 1
 
     before = sys.getprofile()
