@@ -35,6 +35,7 @@ from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
 from ..segments.reachable import makes_cached
 from ..segments.segment import Span
+from ..state.modules import HOOKS
 from ..storage import Store
 from . import masks
 from .arguments import arguments_getter, live_attributes, named, values_of
@@ -103,13 +104,6 @@ class Unread(Tensor):
 
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-# what a module keeps of its forward hooks and of how they are called
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)  # fmt: skip
 
 
 def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **kwargs: Any) -> Any:

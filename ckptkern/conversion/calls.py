@@ -196,8 +196,8 @@ class Form:
         return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Are all names known, or known to do nothing? New ones are tried once, on the example: does it not look at them, or do
-        the same with these plain values?"""
+        """Returns whether all names are known, or do nothing. New ones are tried once, on the example: it does not look at
+        them, or does the same with these plain values."""
         new = {name: value for name, value in kwargs.items() if name not in self.known}
         if not new or torch.compiler.is_compiling():
             return not new

@@ -154,7 +154,7 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
             found[path] = attempt(form, form.complete(call))[0].reading
-        except Exception as error:
+        except Exception as error:  # a forward may raise anything on random numbers: it is the block's reason
             found[path] = reason_of(error)
     return found
 
@@ -397,7 +397,7 @@ def fuse(
     for call in calls:
         try:
             add(call)
-        except Exception as error:
+        except Exception as error:  # likewise: it is the module's reason
             reason = reason_of(error)
     if not attempts:
         adapter = why_unread(module)

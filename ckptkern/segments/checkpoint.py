@@ -67,20 +67,20 @@ def checkpoint(
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.
     """
-    options = (
-        use_reentrant,
-        preserve_rng_state,
-        context_fn,
-        determinism_check,
-        debug,
-        early_stop,
-        respect_saved_tensors_hooks,
+    options = dict(
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
     )
     if function is None and not args:
         if kwargs:
             raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
         return functools.partial(_decorated, options)
-    return _checkpoint(function, args, kwargs, *options)
+    return _checkpoint(function, args, kwargs, **options)
 
 
 def refuse_value(name: str, call: str, value: object) -> NoReturn:
@@ -92,13 +92,13 @@ def refuse_value(name: str, call: str, value: object) -> NoReturn:
     )
 
 
-def _decorated(options: tuple, function: Callable) -> Callable:
+def _decorated(options: dict[str, Any], function: Callable) -> Callable:
     if not callable(function):
         refuse_value("checkpointed", "checkpointed(layer)(x)", function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return _checkpoint(function, args, kwargs, *options)
+        return _checkpoint(function, args, kwargs, **options)
 
     return call
 
@@ -107,6 +107,7 @@ def _checkpoint(
     function: Callable,
     args: tuple,
     kwargs: dict[str, Any],
+    *,
     use_reentrant,
     preserve_rng_state,
     context_fn,
@@ -267,7 +268,7 @@ def _in_place_of_decorated(function, args, kwargs, *, use_reentrant: bool | None
         return _torchs_decorated(function, args, kwargs, use_reentrant=bool(use_reentrant), **options)
     if use_reentrant:
         _say_once()
-    return _checkpoint(function, args, kwargs, False, **options)
+    return _checkpoint(function, args, kwargs, use_reentrant=False, **options)
 
 
 @functools.cache

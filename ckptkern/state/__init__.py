@@ -29,7 +29,7 @@ else:
     _C: Any = LOADED.module
 
     def asks_for_some() -> bool:
-        """Does the running backward pass ask for some gradients alone?"""
+        """Returns whether the running backward pass asks for some gradients alone."""
         return _C.asked() is not None
 
 
@@ -47,7 +47,7 @@ SavedTensors, Placeholder, Recompute, unpack_saved = _C.SavedTensors, _C.Placeho
 
 
 class Observed(IntFlag):
-    """The bits of `observe`, as csrc/bindings.cpp has them."""
+    """Names the bits of `observe`, as csrc/bindings.cpp has them."""
 
     TRANSFORMS = 1  # of torch.func
     MODES = 2  # of torch dispatch

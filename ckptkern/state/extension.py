@@ -72,10 +72,9 @@ def compiler() -> Path | None:
 
 
 def cache() -> Path:
-    """Returns the folder of built extensions."""
+    """Returns $CKPTKERN_CACHE, or ckptkern in the user's cache. Raises RuntimeError where there is no home."""
     folder = os.environ.get("CKPTKERN_CACHE")
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern"
-    return Path(folder) / "extension"
+    return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern")
 
 
 def folders() -> tuple[Path, list[Path]]:
@@ -89,12 +88,13 @@ def folders() -> tuple[Path, list[Path]]:
     if found is not None:
         status = found.stat()
         by = digest_of(f"{found} {status.st_size} {status.st_mtime_ns}".encode())[:8]
-    own = cache() / f"{common}-{by}"
-    return own, [own] if found is not None else sorted(cache().glob(f"{common}-*"))
+    folder = cache() / "extension"
+    own = folder / f"{common}-{by}"
+    return own, [own] if found is not None else sorted(folder.glob(f"{common}-*"))
 
 
 def is_private(path: Path) -> bool:
-    """Is it this user's, and may no other write it?"""
+    """Returns whether it is this user's, and no other may write it."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -111,7 +111,7 @@ def release(version: str) -> str:
 
 
 def of_package() -> Loaded | None:
-    """The extension that a wheel for one torch has inside."""
+    """Loads the extension that a wheel for one torch has inside."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     path = HERE.parent / f"_C{suffix}"
     if not path.exists():
@@ -218,7 +218,7 @@ def loaded() -> Loaded:
             found = Loaded(imported(path := built()), str(path))
         sys.modules[NAME] = found.module
         return found
-    except (Unavailable, OSError, ImportError) as error:
+    except (Unavailable, OSError, ImportError, RuntimeError) as error:  # RuntimeError: there is no home
         why = str(error)
     if choice == "required":
         raise ImportError(f"ckptkern: {VARIABLE}=required, but there is no C++ extension: {why}")

@@ -18,10 +18,11 @@ from torch.utils.weak import TensorWeakRef
 SMALL = 64 * 1024  # bytes: what is copied, in case forward updates it
 FEW = 64  # items of a list or dict that are copied
 SCALARS = frozenset((type(None), bool, int, float, str))
-DICTS = frozenset(
-    ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-     "_forward_hooks_always_called", "_modules")
+HOOKS = (  # what a module holds of its forward hooks and of how they are called
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
 )  # fmt: skip
+DICTS = frozenset((*HOOKS, "_modules"))
 TABLES = ("_parameters", "_buffers", "_modules")
 EXACT = (Tensor, nn.Parameter)
 ABSENT = object()  # what is not held
@@ -42,7 +43,7 @@ def unseen(function: Callable) -> Callable:
 
 
 def is_of(value: Any, kind: type) -> bool:
-    """Is it of this class? A proxy says so of itself, too."""
+    """Returns whether it is of this class; a proxy says so of itself, too."""
     return issubclass(type(value), kind)
 
 
@@ -60,7 +61,7 @@ def memory_of(x: Tensor) -> tuple | None:
 
 
 def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
-    """A copy of x, outside of the caller's modes, which shares memory with the other copies as x does with what they are of, if
+    """Copies x, outside of the caller's modes, which shares memory with the other copies as x does with what they are of, if
     its storage is small. copies: by what they are of, with that, so that nothing else gets its id."""
     with torch.no_grad(), _C._DisableTorchDispatch():
         storage = x.untyped_storage()
@@ -75,7 +76,7 @@ def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
 
 
 def item(space: Any, name: Any) -> Any:
-    """What a dict, another mapping (of a ScriptModule) or a cell holds, or ABSENT."""
+    """Returns what a dict, another mapping (of a ScriptModule) or a cell holds, or ABSENT."""
     try:
         return space.cell_contents if type(space) is CellType else space[name]
     except (KeyError, ValueError):
@@ -92,7 +93,7 @@ def put(space: Any, name: Any, value: Any) -> None:
 
 
 def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
-    """May what is there be exchanged for what was?"""
+    """Returns whether what is there may be exchanged for what was."""
     if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
     if any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)) or (of_parameters and now.shape != then.shape):
@@ -105,29 +106,29 @@ def are_scalars(values: Any) -> bool:
 
 
 def is_container(value: Any) -> bool:
-    """A list or dict of few scalars, such as the scales of adapters, or that which forward fills."""
+    """Returns whether it is a list or dict of few scalars, such as the scales of adapters, or that which forward fills."""
     return are_scalars(value.values() if type(value) is dict else value) if type(value) in (list, dict) else False
 
 
 def is_saved(value: Any) -> bool:
-    """Is it an attribute that is put back?"""
+    """Returns whether an attribute of this value is put back."""
     if type(value) in SCALARS or is_of(value, Tensor):
         return True
     return are_scalars(value) if isinstance(value, tuple) else is_container(value) and value != {}  # {}: of hooks
 
 
 class Space:
-    """A dict, another mapping, a cell, or None, as `object`, of a module. own: the call runs the module for sure; norm: buffers
-    of one that trains, which native ops update and move no version; updated: is one of its buffers?"""
+    """Holds a dict, another mapping, a cell, or None, as `object`, of a module. own: the call runs the module for sure; norm:
+    buffers of one that trains, which native ops update and move no version; updated: is one of its buffers?"""
 
     def __init__(self, object: Any, module: nn.Module | None, kind: str, own: bool = False, norm: bool = False):
         self.object, self.module, self.kind, self.own, self.norm, self.updated = object, module, kind, own, norm, False
 
 
 class Entry:
-    """A name in a space. value: ABSENT of an attribute that forward adds. tensor: the value; detached if it has a graph, which
-    must not live as long as the region's; original: a weak reference to that one. before: a small tensor's copy from before
-    forward. updated: by forward itself. items: is the value a copy of hooks or submodules?"""
+    """Holds a name in a space. value: ABSENT of an attribute that forward adds. tensor: the value; detached if it has a
+    graph, which must not live as long as the region's; original: a weak reference to that one. before: a small tensor's copy
+    from before forward. updated: by forward itself. items: is the value a copy of hooks or submodules?"""
 
     def __init__(self, space: Space, name: Any, value: Any, items: bool = False):
         self.space, self.name, self.value, self.items = space, name, value, items
@@ -143,13 +144,13 @@ class Entry:
         return now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
 
     def is_lost(self) -> bool:
-        """Was it updated by forward, so that its value from before is not known? Statistics of norms, parameters (a clamp,
+        """Returns whether forward updated it and its value from before is not known. Statistics of norms, parameters (a clamp,
         merged adapters) and what cannot be exchanged are as forward leaves them."""
         stays = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
         return self.updated and self.before is None and not stays
 
     def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]) -> Any:
-        """What the recompute shall find."""
+        """Returns what the recompute shall find."""
         space, x = self.space, self.tensor
         if self.items and not is_there:
             return self.value.copy()
@@ -164,7 +165,7 @@ class Entry:
 
 
 class ModuleState:
-    """What modules and cells hold. values: running statistics are copied too where the call may not run their norm."""
+    """Holds what modules and cells hold. values: running statistics are copied too where the call may not run their norm."""
 
     def __init__(self, values: bool):
         self.values, self.settled = values, False
@@ -246,8 +247,8 @@ class ModuleState:
             self.add_entry(Space(None, None, "tensor"), None, captured)
 
     def settle(self) -> None:
-        """After forward, once: other calls of the same region may follow. What forward updated itself is not an error later,
-        and what it has added to attributes is not there when it runs again."""
+        """Is called after forward, once: other calls of the same region may follow. What forward updated itself is not an
+        error later, and what it has added to attributes is not there when it runs again."""
         if self.settled:
             return
         self.settled = True
@@ -282,8 +283,8 @@ class ModuleState:
         return [(space.module, kind) for space, kind, _ in self.attributes if kind is not type(space.module)]
 
     def changed(self) -> list[tuple]:
-        """After enter(): (objects, module or None, name, version now, version after forward) of what was changed in place
-        since, and of what forward updated without a copy from before. A recompute must not read these objects."""
+        """Returns, after enter(), (objects, module or None, name, version now, version after forward) of what was changed in
+        place since, and of what forward updated without a copy from before. A recompute must not read these objects."""
         found = []
         for entry in self.entries:
             space, x = entry.space, entry.tensor

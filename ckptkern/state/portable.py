@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import _C, Tensor, nn
+from torch import _C, Tensor
 from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
 
-from .modules import unseen
+from .modules import EXACT, unseen
 from .precision import Precision
 from .region import SegmentState, drawn
 from .saved import GradientSums, Placeholder, Recompute, SavedTensors, executes, unpack_saved
@@ -17,8 +17,6 @@ __all__ = [
     "GradientSums", "Placeholder", "Precision", "Recompute", "SavedTensors", "SegmentState", "asked", "layer_fits", "observe",
     "philox4x32_10", "unpack_saved",
 ]  # fmt: skip
-
-EXACT = (Tensor, nn.Parameter)
 
 
 def library() -> torch.library.Library:
@@ -38,7 +36,7 @@ def library() -> torch.library.Library:
 
 
 def philox4x32_10(key: int, counter: Sequence[int]) -> tuple[int, int, int, int]:
-    """One Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
+    """Runs one Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
     (c0, c1, c2, c3), k0, k1 = counter, key & 0xFFFFFFFF, key >> 32
     for _ in range(10):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -50,7 +48,7 @@ def philox4x32_10(key: int, counter: Sequence[int]) -> tuple[int, int, int, int]
 
 @unseen
 def observe(tensors: Sequence[Tensor | None]) -> int:
-    """What observes a call, as `Observed`, and above 16 bits which of the first 48 tensors need a gradient."""
+    """Returns what observes a call, as `Observed`, and above 16 bits which of the first 48 tensors need a gradient."""
     seen = (
         1 * _C._are_functorch_transforms_active()
         | 2 * (_C._len_torch_dispatch_stack() > 0)
@@ -76,8 +74,8 @@ def observe(tensors: Sequence[Tensor | None]) -> int:
 
 
 def asked() -> bytes | None:
-    """A byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None where it wants
-    all."""
+    """Returns a byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None
+    where it wants all."""
     node = _C._current_autograd_node()
     if node is None or _C._current_graph_task_id() == -1:
         return None
@@ -100,8 +98,8 @@ def _is_plain(x: Tensor, x_device: torch.device) -> bool:
 
 @unseen
 def layer_fits(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
-    """Are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for what it does not read:
-    subclasses, symbolic sizes."""
+    """Returns whether weight [N, in_features] and bias [N] or None are plain tensors on x's device; False too for what it
+    does not read: subclasses, symbolic sizes."""
     if type(x) not in EXACT or type(weight) not in EXACT or type(in_features) is not int:
         return False
     if not _is_plain(weight, x.device) or weight.dim() != 2 or weight.shape[1] != in_features:

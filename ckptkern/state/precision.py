@@ -16,7 +16,8 @@ IMPLICIT = (
 
 
 class Setting(NamedTuple):
-    """A setting of the process. read: the value in effect, which a snapshot compares; raw: what is written to restore it."""
+    """Reads and writes a setting of the process. read: the value in effect, which a snapshot compares; raw: what is written
+    to restore it."""
 
     read: Callable[[], Any]
     raw: Callable[[], Any]
@@ -35,7 +36,7 @@ _get, _set = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
 
 
 def follows(backend: str, op: str, parent: str) -> bool:
-    """Does (backend, op) take its value from (parent, "all")? Leaves that at TF32."""
+    """Returns whether (backend, op) takes its value from (parent, "all"), and leaves that at TF32."""
     _set(parent, "all", "ieee")
     under_ieee = _get(backend, op)
     _set(parent, "all", "tf32")
@@ -55,7 +56,8 @@ def float32(backend: str, op: str) -> Setting:
         return "ieee" if value == "none" else value  # "not set" runs as IEEE, also if it is written under any parent
 
     def raw() -> Any:
-        """What (backend, op) itself holds, found by moving its parents for a moment, so that it inherits again afterwards."""
+        """Returns what (backend, op) itself holds, found by moving its parents for a moment, so that it inherits again
+        afterwards."""
         generic, parent, own = _get("generic", "all"), raw_parent(backend), _get(backend, op)
         if follows(backend, op, backend):
             _set("generic", "all", "none")
@@ -167,9 +169,9 @@ _thread = _Thread()
 
 
 class Precision:
-    """A snapshot of what decides precision: autocast, the fp32 precision of matmul, conv and rnn, reductions, deterministic
-    mode, the default dtype, and which attention kernels may run. A context manager makes it current, and then gives back what
-    was. Re-entrant, and usable from any thread."""
+    """Holds a snapshot of what decides precision: autocast, the fp32 precision of matmul, conv and rnn, reductions,
+    deterministic mode, the default dtype, and which attention kernels may run. A context manager makes it current, and then
+    gives back what was. Re-entrant, and usable from any thread."""
 
     __slots__ = ("autocast", "process")
 

@@ -32,8 +32,8 @@ _thread = _Thread()
 
 
 def drawn(sample: Callable[[], Tensor], depth: int | None = None) -> Tensor:
-    """What the innermost region of this thread drew at this place, or else `sample`. A region that does not preserve the
-    generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
+    """Returns what the innermost region of this thread drew at this place, or else `sample`. A region that does not preserve
+    the generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
     depth = len(_thread.drawings) if depth is None else depth
     if depth == 0:
         return sample()
@@ -73,7 +73,7 @@ def read_generator(generator: torch.Generator) -> Tensor:
 
 
 class _Saved(torch.autograd.Function):
-    """A node that holds tensors as autograd's saved variables: hooks on saved tensors that are active see them, and a change in
+    """Holds tensors as autograd's saved variables: hooks on saved tensors that are active see them, and a change in
     place is an error when they are read."""
 
     @staticmethod
@@ -94,7 +94,7 @@ def saved(tensors: list[Tensor]) -> Tensor:
 
 
 class SegmentState:
-    """All that a call reads, taken in forward. enter() puts it back, exit() gives back what was there before enter().
+    """Holds all that a call reads, taken in forward. enter() puts it back, exit() gives back what was there before enter().
 
     own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
     globals. values: the recompute has every value of forward, also running statistics that it only updates. draws: is forward
@@ -138,8 +138,8 @@ class SegmentState:
         _thread.drawings.pop()
 
     def take(self, value: Any, depth: int) -> Any:
-        """An argument tree with every tensor taken out, a number in its place: (what makes a container, its children), or
-        (None, the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
+        """Returns an argument tree with every tensor taken out, a number in its place: (what makes a container, its
+        children), or (None, the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
         if depth > DEEPEST:
             raise RecursionError("the arguments of a region are nested more than 1000 deep")
         if is_of(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
@@ -224,7 +224,7 @@ class SegmentState:
 
 
 def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
-    """What `take` took apart."""
+    """Puts together what `take` took apart."""
     if type(taken) is int:
         return tensors[taken]
     make, held = taken

@@ -11,18 +11,14 @@ import torch
 from torch import _C, Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from .modules import unseen
+from .modules import unseen, version_of
 
 HELD = -1  # the key of values for every backward pass over a retained graph
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def version_of(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
 class SavedTensors:
-    """The base class of a region. places: weak references to the placeholders; metadata: of every place, or of none if it is
+    """Is the base class of a region. places: weak references to the placeholders; metadata: of every place, or of none if it is
     not compared; watched: of parameters, (weak reference, version) by id. completed: forward has returned; lenient: recomputed
     by a backward pass inside forward, so that the number of tensors says nothing."""
 
@@ -67,12 +63,14 @@ class SavedTensors:
         return next(((x, x._version, version) for _, x, version in self.moved()), None)
 
     def forget_moved(self) -> None:
-        """After forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not watched."""
+        """Is called after forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not
+        watched."""
         for key, *_ in self.moved():
             del self.watched[key]
 
     def keep_versions(self) -> None:
-        """After a recompute: if it changes a parameter as forward did (a clamp), the next recompute must not raise."""
+        """Is called after a recompute: if it changes a parameter as forward did (a clamp), the next recompute must not
+        raise."""
         for _, x, _ in self.moved():
             self.watch(x)
 
@@ -115,7 +113,7 @@ class SavedTensors:
         return size
 
     def leaves_out(self) -> bool:
-        """Does the running backward pass leave out the gradient of any leaf that the region reads?"""
+        """Returns whether the running backward pass leaves out the gradient of a leaf that the region reads."""
         leaves = [x for reference, _ in self.watched.values() if (x := reference()) is not None]
         return not left_out().isdisjoint(map(id, leaves))
 
@@ -138,7 +136,7 @@ class Placeholder:
 
 
 class Recompute:
-    """A recompute of a region for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor;
+    """Runs a region again for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor;
     count: tensors saved so far; different: [(place, tensor)] that do not look as in forward."""
 
     fresh = 0  # references that a tensor has which Python has not seen, as `pack` counts them
@@ -198,7 +196,7 @@ def unpack_saved(placeholder: Placeholder) -> Tensor:
 
 
 def executes(node: Any) -> tuple[bool, bool]:
-    """(does the running backward pass want this node's gradient?, is it surely a pass that asks for some?)"""
+    """Returns (whether the running backward pass wants this node's gradient, whether it surely asks for some alone)."""
     try:
         return _C._will_engine_execute_node(node), False
     except RuntimeError:  # torch.autograd.grad of this leaf
@@ -209,8 +207,8 @@ _left_out: tuple[int, frozenset[int]] = -1, frozenset()  # by the last backward 
 
 
 def left_out() -> frozenset[int]:
-    """The ids of the leaves whose gradients the running backward pass does not ask for, among those below the node that first
-    asks: torch tells Python of no other whether it is in the graph."""
+    """Returns the ids of the leaves whose gradients the running backward pass does not ask for, among those below the node
+    that first asks: torch tells Python of no other whether it is in the graph."""
     global _left_out
     task, node = _C._current_graph_task_id(), _C._current_autograd_node()
     if task == -1 or node is None:
@@ -231,12 +229,12 @@ def left_out() -> frozenset[int]:
 
 
 def asks_for_some() -> bool:
-    """Does the running backward pass leave gradients out?"""
+    """Returns whether the running backward pass leaves gradients out."""
     return bool(left_out())
 
 
 class _Sum(NamedTuple):
-    """The sum of one backward pass at a place. waits: the nodes that have not added to it yet."""
+    """Holds the sum of one backward pass at a place. waits: the nodes that have not added to it yet."""
 
     waits: set[int]
     total: list[Tensor]
@@ -305,7 +303,7 @@ class GradientSums:
 def _hold_back(
     sums: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _: Any
 ) -> tuple[Tensor | None, ...]:
-    """The hook of a node that sends to each of these places the gradients of these numbers among those that it forms."""
+    """Is the hook of a node that sends to each of these places the gradients of these numbers among those that it forms."""
     sent = list(grads)
     for place, slots in places.items():
         given = [i for i in slots if grads[i] is not None]

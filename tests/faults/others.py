@@ -106,7 +106,7 @@ SEGMENTS = [
     Fault(
         "checkpoint: a decorated function's keyword arguments are options",
         "ckptkern/segments/checkpoint.py",
-        "def call(*args, **kwargs): return «_checkpoint(function, args, kwargs, *options)»",
+        "def call(*args, **kwargs): return «_checkpoint(function, args, kwargs, **options)»",
         "checkpoint(function, *args, **kwargs)",
         ("tests/segments/test_torch_api.py -k decorated",),
     ),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import os
 import re
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...state.extension import cache
 from .implementations import IMPLS, SIZES
 
 FORMAT = 4  # 2 had tiles, 3 a row for few and one for many rows
@@ -37,11 +37,8 @@ def machine(device_type: str, index: int | None) -> dict[str, str]:
 
 def path(device_type: str, index: int | None) -> Path:
     """Returns the file of a device in $CKPTKERN_CACHE, or in ckptkern in the user's cache."""
-    folder = os.environ.get("CKPTKERN_CACHE")
-    if not folder:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern"
     device = machine(device_type, index)["device"]
-    return Path(folder) / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    return cache() / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def read(file: Path, wanted: dict[str, str]) -> tuple[dict[Key, Row], str | None]:
