@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head exits convert-families convert-sweep docs package wheels test-matrix test-cpus gpu clean
+.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head exits convert-families convert-peaks convert-sweep docs package wheels test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -88,6 +88,9 @@ exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that 
 
 convert-families: $(STAMP) ## convert on 50 families of models of transformers, timm and diffusers, of those that are installed. ARGS="--only llama"
 	$(PY) -m benchmarks.conversion.families $(ARGS)
+
+convert-peaks: $(STAMP) ## peak of a step of small models of 26 families of decoders, beside gradient checkpointing. ARGS="Qwen3_5 Gemma4"
+	$(PY) -m benchmarks.conversion.peaks $(ARGS)
 
 convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv", ARGS="--all MODEL_FOR_CAUSAL_LM_MAPPING"
 	$(PY) -m benchmarks.conversion.families --all MODEL_MAPPING $(ARGS)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]  # a model, and the arguments of a call
+Sizes = list[tuple[int, str]]
 BATCH, TOKENS, WIDTH = 2, 12, 64
 # A size, and the names that configurations have for it. Those that a configuration has are set.
-SIZES = [
+SIZES: Sizes = [
     (WIDTH, "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim_model"),
     (WIDTH, "embedding_size word_embed_proj_dim projection_dim decoder_hidden_size"),
     (96, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim decoder_intermediate_size"),
@@ -35,10 +36,10 @@ RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")  # in names of what is 
 MOST = 2e7  # parameters of a small model
 
 
-def overrides(config: Any) -> dict[str, Any]:
+def overrides(config: Any, sizes: Sizes = SIZES) -> dict[str, Any]:
     """Returns the sizes for a configuration, and for those inside it, without what is random."""
     known = set(inspect.signature(type(config)).parameters) | set(vars(config))
-    named = {name: size for size, names in SIZES for name in names.split()}
+    named = {name: size for size, names in sizes for name in names.split()}
     changes = {
         name: size
         for name, size in named.items()
@@ -48,14 +49,14 @@ def overrides(config: Any) -> dict[str, Any]:
         if isinstance(value, float) and any(part in name for part in RANDOM):
             changes[name] = 0.0
         if name.endswith("_config") and hasattr(value, "to_dict") and not name.startswith("_"):
-            changes[name] = overrides(value)
+            changes[name] = overrides(value, sizes)
     return changes
 
 
-def built(model_class: type, settings: dict[str, Any]) -> nn.Module:
-    """Returns a model in training without dropout. settings: of the configuration, over the small sizes."""
+def built(model_class: type, settings: dict[str, Any], sizes: Sizes = SIZES) -> nn.Module:
+    """Returns a model in training without dropout. settings: of the configuration, over the sizes."""
     config_class = model_class.config_class
-    config = config_class(**overrides(config_class()) | settings)
+    config = config_class(**overrides(config_class(), sizes) | settings)
     with torch.device("meta"):  # where nothing is initialised
         count = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if count > MOST:

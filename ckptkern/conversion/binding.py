@@ -10,6 +10,7 @@ layers in a row that a model calls one by one are one checkpointed region.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -29,20 +30,22 @@ from .. import ops
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
-from ..ops.dispatch.choices import autocast_dtype, own_modes
+from ..ops.dispatch.choices import autocast_dtype, choose_workspace, own_modes
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
+from ..segments.parts import Parts, is_traced, traced_call
 from ..segments.reachable import makes_cached
 from ..segments.segment import Span
 from ..state.modules import HOOKS
 from ..storage import Store
 from . import masks
+from .alike import same_inside
 from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
-from .guard import Watch
-from .reading import Argument, Reading
+from .guard import Watch, reads_of
+from .reading import Argument, Probability, Reading
 from .report import AGAIN, RAN, Row, warn_of, warn_once
 from .sharding import set_class
 from .trace import Call, leaves_of, mapped, recomputed
@@ -120,10 +123,19 @@ def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **
             own.update(now)
 
 
+def _in_parts(module: nn.Module, parts: Parts, workspace: int | str | None, *args: Any, **kwargs: Any) -> Any:
+    x = next((one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)), None)
+    if x is None:
+        return type(module).forward(module, *args, **kwargs)
+    with own_modes():
+        return parts(module, choose_workspace("convert", workspace, x), args, kwargs)
+
+
 WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
 )
 ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  # ops
+TOKEN_WISE = ("mlp_block", "linear_stack", "linear_act")
 UNSEEN = object()
 LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
 FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
@@ -188,7 +200,9 @@ class Segment:
         self, flat: list[Any], mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None
     ) -> object:
         """What forward returns. forward: the original one, for what is computed when it is read."""
-        y = self.y(flat, mode, workspace)
+        return self.returned(self.y(flat, mode, workspace), flat, forward)
+
+    def returned(self, y: Tensor, flat: list[Any], forward: Callable[[], object] | None = None) -> object:
         if self.reading.result is None:
             return y
         spec, leaves, at = self.reading.result
@@ -214,6 +228,8 @@ class Forward:
     """
 
     differs = False  # did the last call run otherwise than the row says?
+    is_token_wise = False
+    is_region = True  # does it bound its own memory? A layer around it that runs in parts calls it as a whole
     workspace: int | str | None = None
     store: Store | None = None
     group: tuple[Any, int] | None = None  # (a Group, its place there)
@@ -234,6 +250,8 @@ class Forward:
             masks.register()
 
     def __call__(self, *args, **kwargs):
+        if is_traced() and self.is_region:
+            return traced_call(self.module, self.traced, args, kwargs, "tokens" if self.is_token_wise else "nothing")
         if self.group is not None:
             group, place = self.group
             return group.call(self, place, args, kwargs)
@@ -297,11 +315,19 @@ class Forward:
             run = functools.partial(type(self.module).forward, self.module)
             return checkpoint(run, *args, context_fn=context_fn, **kwargs)
         self.count("checkpointed", why)
-        run = MethodType(type(self.module).forward, self.module)
+        run = self.recomputed()
         hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
         if any(hooks):  # it recomputes with those that are now inside
             run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks])
         return checkpoint(run, *args, context_fn=context_fn, **kwargs)
+
+    def traced(self, *args, **kwargs):
+        """Runs on fake tensors."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def recomputed(self) -> Callable:
+        """Returns what an activation checkpoint runs."""
+        return MethodType(type(self.module).forward, self.module)
 
 
 class Fused(Forward):
@@ -370,6 +396,20 @@ class Fused(Forward):
             self.count("fused")
         return y
 
+    @property
+    def is_token_wise(self) -> bool:
+        found = [one for one in self.segments.values() if one is not None]
+        # a mask that a slice samples, its recompute would sample anew
+        return all(one.op in TOKEN_WISE and not any(templates(one.template, Probability)) for one in found)
+
+    def traced(self, *args, **kwargs):
+        flat: list[Any] = []
+        pattern_of(self.form.counting((args, kwargs)), flat)
+        segment = next(filter(None, self.segments.values()))
+        if segment.op in ("moe_block", "moe_mlp"):  # which look at the router's choice
+            return segment.returned(torch.empty_like(flat[segment.x]), flat)
+        return segment(flat, "none", None)
+
     def why_changed(self, segment: Segment, flat: list[Any]) -> Callable[[], str] | None:
         """Says why the original runs as an activation checkpoint; None if the op runs."""
         if segment.attends and in_context_parallel():
@@ -414,14 +454,45 @@ class General(Forward):
     """The class's forward as an activation checkpoint, or as it is at recompute="none". decides: what its forward decides is
     saved (`saved_decisions`), if it decides anything."""
 
+    parts: Parts | None = None
+    how = ""  # it runs, if in parts
+    watch: Watch
+
     def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
         super().__init__(module, recompute)
         self.context_fn = saved_decisions if decides else noop_context_fn
+
+    def cut(self, call: Call) -> None:
+        """Runs it in parts from now on, if its inside can be watched."""
+        with contextlib.suppress(Exception):  # whatever a forward makes of the call
+            self.watch = Watch(self.module, reads_of(self.module, call))
+            self.parts = Parts()
 
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":
             return self.original(*args, **kwargs)
         return self.checkpointed(args, kwargs, context_fn=self.context_fn)
+
+    def share(self, name: str, others: list[tuple[str, General]]) -> None:
+        """Takes the plans of one of these whose module is like its own; otherwise it joins them."""
+        if self.parts is None:
+            return
+        for other_name, other in others:
+            if same_inside(name, self.module, other_name, other.module) and kinds_inside(self) == kinds_inside(other):
+                self.parts = other.parts
+                return
+        others.append((name, self))
+
+    def recomputed(self) -> Callable:
+        if self.parts is None or not self.watch.unchanged():
+            return super().recomputed()
+        return functools.partial(MethodType(_in_parts, self.module), self.parts, self.workspace)
+
+
+def kinds_inside(forward: Forward) -> list[tuple]:
+    """Returns what runs the modules inside that are converted."""
+    inside = [(path, forward_of(m)) for path, m in forward.module.named_modules() if m is not forward.module]
+    return [(path, type(one), one.is_token_wise) for path, one in inside if one is not None]
 
 
 class Own(Forward):

@@ -27,7 +27,7 @@ from .. import memory
 from ..nn.unmodified import runs_class_forward
 from ..segments.decisions import decides
 from .binding import ORIGINAL_CLASS, Forward, General, without_caches
-from .check import TOLERANCE, difference, random_parameters, results, wide
+from .check import ROUNDING, TOLERANCE, difference, random_parameters, results, wide
 from .protection import drawn_elsewhere, seeded, unmoved
 from .recorder import Saved, Step, saved_bytes, step_of
 from .sharding import holds_sharded
@@ -72,6 +72,7 @@ def general(module: nn.Module, recompute: str, call: Call) -> General:
         with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
             made = General(module, recompute, decides(module.forward, *args, **kwargs))
+            made.cut((args, kwargs))
     return made
 
 
@@ -125,12 +126,25 @@ class Around:
                 )
             if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True):
                 raise Unreadable("no activation checkpoint either: its forward changes a buffer")
+        if forward.parts is not None and not self.runs_in_parts(forward, theirs):
+            forward.parts = None
         return error
 
-    def checkpointed(self, recompute: str) -> tuple[General, int, float]:
-        """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). Raises Unreadable if
-        it does not save less than what is fused inside, or is not the same."""
+    def runs_in_parts(self, forward: General, theirs: list[Tensor | None]) -> bool:
+        """Returns whether the layer can be cut, and gives the same numbers in slices, to rounding."""
+        parts, error = forward.parts, math.inf
+        parts.slices = SLICES
+        with contextlib.suppress(Exception):  # what a forward makes of it; it then runs as it is
+            error = difference(self.step(forward)[0], theirs)
+        parts.slices = 0
+        forward.how = str(next(filter(None, parts.plans.values()), ""))
+        return bool(forward.how) and error <= ROUNDING
+
+    def checkpointed(self, recompute: str, name: str, others: list[tuple[str, General]]) -> tuple[General, int, float]:
+        """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). others: those of
+        other layers. Raises Unreadable if it does not save less than what is fused inside, or is not the same."""
         forward = general(self.module, recompute, self.call)
+        forward.share(name, others)
         with named_errors():
             inside, after = self.saved(self.module.forward), self.saved(forward)
             if after >= inside:
@@ -172,6 +186,7 @@ def error_of(forward: General, calls: list[Call]) -> float | None:
         return layer.check(forward, wanted)
 
 
+SLICES = 3  # of each part, in a check
 GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it takes
 LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
 BOUNDS = 64  # that are tried

@@ -140,6 +140,7 @@ class _Conversion:
         self.rows: list[Row] = []
         self.seen: set[int] = set()
         self.checked: list[Checked] = []  # modules that others may be like
+        self.cut: list[tuple[str, General]] = []  # layers that run in parts
 
     def visit(self, name: str, module: nn.Module) -> None:
         """Converts the module, or else what is inside."""
@@ -179,7 +180,7 @@ class _Conversion:
         made = None
         if layer is not None:
             try:
-                made, *measured = layer.checkpointed(self.mlp)
+                made, *measured = layer.checkpointed(self.mlp, rows[-1].name, self.cut)
             except Unreadable as reason:
                 rows[-1].reason += f"; {reason}"
         if self.shards.agree(made is not None) and made is not None:
@@ -250,6 +251,7 @@ class _Conversion:
     def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
         """An activation checkpoint, unless it is seen to be wrong."""
         made, row.reason = general(module, self.mlp, calls[0]), why
+        made.share(row.name, self.cut)
         try:
             row.error = error_of(made, calls)
         except Unreadable as problem:
@@ -259,6 +261,8 @@ class _Conversion:
         return Found([row], lambda: self.bind(row, made, without_caches(calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
+        if isinstance(forward, General) and forward.how:
+            row.reason = f"{row.reason or 'its op is unknown'}; it runs in parts: {forward.how}"
         row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
         module.forward = forward
 
@@ -400,7 +404,8 @@ def convert(
     otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op, and of blocks of convolutions:
     "checkpoint" runs it as an activation checkpoint where that saves less, so that a transformer saves no more than under
     gradient checkpointing; what is fused inside runs in mode "none" in the recompute. Which blocks those are, of lists and of
-    convolutions, what they save decides. "leave" leaves it, with what is fused inside.
+    convolutions, what they save decides. A layer whose inside takes more than the workspace runs in parts that fit it, as its
+    row says, and what is fused inside keeps its mode. "leave" leaves it, with what is fused inside.
     every: how many layers in a row, members of a list, are one region, which saves the first one's input and recomputes the
     others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than what the layer
     before it returned begins a region. Layers run one by one under torch.compile, TensorParallel and fully_shard.

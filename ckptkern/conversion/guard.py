@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..frozen import Frozen
-from ..nn.unmodified import collecting_nothing, collects_first, dormant, untouched
+from ..nn.unmodified import collecting_nothing, collects_first, dormant, hooked, untouched
 from ..subclasses import PLAIN
 from .protection import FULLY_SHARD, seeded, unmoved
 from .quantized import REPACKS, is_quantised
@@ -218,6 +218,7 @@ class Watch:
             for one in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
         ]
         self.held = list({id(one.owner): one for one in found}.values())  # a configuration that several share, once
+        self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of parts that are converted
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Callable[[bool], bool] | None = None
@@ -281,7 +282,7 @@ class Watch:
     def added(self) -> Iterator[str]:
         """Says which attributes there are that forward would read, or run."""
         for m, path, _ in self.structure[1:]:
-            if not untouched(m):
+            if not untouched(m) and (hooked(m) or vars(m).get("forward") is not self.forwards[m]):
                 yield f"{path} has a hook, or a forward of its own"
         for owner, path, _, _, absent, known in self.held:
             now = vars(owner).keys()

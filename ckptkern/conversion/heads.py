@@ -147,6 +147,7 @@ class Head(Forward):
     before: its class (LoRA), hooks, a weight that is no plain memory. template: of a layer with a low-rank update (`adapted`).
     """
 
+    is_region = False
     arguments: Callable | None = None
     watch: Watch | None = None
     log: list[tuple[Step, bool]] | None = None  # during the example's call
@@ -237,6 +238,8 @@ class Norm(Forward):
     """The class's forward in chunks of tokens that fit the workspace, which saves its input and recomputes each chunk in
     backward; as it is at recompute="none", without gradients, under torch.compile, which recomputes of itself what is
     elementwise, and in torch.func's transforms."""
+
+    is_region = False
 
     def run(self, *args, **kwargs):
         if (

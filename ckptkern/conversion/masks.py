@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import ops
 from ..ops.attention.core import in_context_parallel
+from ..segments.parts import is_traced, traced_call
 
 NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
 ATTRIBUTE = "_attn_implementation_internal"  # of a configuration, which names the implementation
@@ -46,6 +47,9 @@ def causal_attention(
     tensors = (query, key, value, attn_mask, sinks)
     if has_torch_function(tensors):
         return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window, is_causal)
+    if is_traced():
+        along = "nothing" if dropout_p or any(one is not None for one in (attn_mask, sinks)) else "heads"
+        return traced_call(None, causal_attention, (*tensors, dropout_p, scale, window, is_causal), {}, along)
     bounds = window_of(window) if is_causal else None
     return ops.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=True, window_size=bounds, sinks=sinks

@@ -48,7 +48,8 @@ class Row:
     saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example
     inputs; None without them. error: the largest relative error of output and gradients in the numerical check.
     calls: how many calls of it with gradients have run "fused", "checkpointed" and, in training, as the "original" forward
-    since convert, each recompute of an activation checkpoint around it included; those under torch.compile are not counted.
+    since convert, each recompute of an activation checkpoint around it and each slice of its tokens included; those under
+    torch.compile are not counted.
     """
 
     name: str

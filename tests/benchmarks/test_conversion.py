@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support.architectures import ARCHITECTURES, ids
 from torch import nn
 
-from benchmarks.conversion import families, measure
+from benchmarks.conversion import families, measure, peaks
 
 
 def test_a_sound_conversion():
@@ -49,3 +50,14 @@ def test_the_figure(tmp_path):
     row = measure.Result("a", "whole", saved_eager=100, saved_checkpoint=10, saved_converted=20).row()
     families.draw([{name: str(value) for name, value in row.items()}], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3_5", "Gemma4", "Mamba2", "GraniteMoeHybrid"])
+def test_layers_that_nothing_knows_take_far_less_than_under_checkpointing(name):
+    """Hybrids by PyTorch's delta rule and scans, and attention that no pattern reads, in parts."""
+    pytest.importorskip("transformers")
+    result = peaks.compare(name, 1024)
+    assert not result.wrong
+    assert result.layers == result.whole + result.checkpointed
+    assert result.ratio <= 0.62, peaks.line(result)

@@ -131,6 +131,62 @@ SEGMENTS = [
         "self.context",
         ("tests/conversion/test_groups.py -k router", "tests/conversion/test_groups.py"),
     ),
+    Fault(
+        "parts: what mixes the entries of an axis is cut along it",
+        "ckptkern/segments/axes.py",
+        "if «_dim(node, 1) == axis.dim» or any(",
+        "False",
+        ("tests/segments/test_axes.py",),
+    ),
+    Fault(
+        "parts: some channels of a convolution have all groups",
+        "ckptkern/segments/axes.py",
+        "*cut], «((8, None, groups // n),)»)",
+        "()",
+        ("tests/segments/test_axes.py",),
+    ),
+    Fault(
+        "parts: a view takes blocks for what is between them",
+        "ckptkern/segments/axes.py",
+        "return Cut([(source, «Axis(dim, outer, inner)»)],",
+        "Axis(dim, inner, outer)",
+        ("tests/segments/test_axes.py",),
+    ),
+    Fault(
+        "parts: an operator that reads a tensor along two axes gets one slice of it",
+        "ckptkern/segments/axes.py",
+        "return cut if cut and «len(dict(cut.inputs)) == len(set(cut.inputs))» else None",
+        "True",
+        ("tests/segments/test_axes.py",),
+    ),
+    Fault(
+        "parts: a slice of what only begins as its result",
+        "ckptkern/segments/axes.py",
+        "or «any(shape_of(one)[axis.dim] != size for one in inputs)»:",
+        "False",
+        ("tests/segments/test_axes.py",),
+    ),
+    Fault(
+        "parts: the gradient of what slices read along two axes is that of one",
+        "ckptkern/segments/parts.py",
+        "place.copy_(grad) if «alone» else place.add_(grad)",
+        "True",
+        ("tests/segments/test_axes.py -k whole",),
+    ),
+    Fault(
+        "parts: the gradient of what slices read whole is that of the last",
+        "ckptkern/segments/parts.py",
+        "self.sum.to(wide).add_(grad) if self.is_own else «self.sum.to(wide) + grad»",
+        "grad",
+        ("tests/segments/test_axes.py -k whole",),
+    ),
+    Fault(
+        "parts: the last slice is left out",
+        "ckptkern/segments/parts.py",
+        "for first in range(0, «self.stage.n», self.stage.length):",
+        "self.stage.n - self.stage.length",
+        ("tests/segments/test_axes.py -k whole",),
+    ),
 ]
 
 STORAGE = [

@@ -1,0 +1,241 @@
+"""Peak memory of a training step by family of language models: `python -m benchmarks.conversion.peaks`.
+
+Small random models of transformers' classes, float32, one thread, gradients allocated before the step. The peak of forward and
+backward: eager; with gradient checkpointing, and with that and the loss in checkpointed chunks of tokens; and of the model that
+`convert(model, recompute="full", workspace="4MiB")` converted, whose loss and gradients are compared with eager's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ckptkern
+from ckptkern.benchmarks.baselines import checkpointed, chunked_loss, whole_loss
+from ckptkern.conversion.report import write_rows
+from ckptkern.extras import missing
+from ckptkern.memory import peak_memory
+
+from . import measure
+from .families import WRONG, disturbed
+from .small import built
+
+MIB = 2**20
+WIDTH, LAYERS, CLASSES, HEADS = 128, 4, 512, 4
+SCANNED = 256  # at most so many tokens of a family that torch scans token by token on a CPU
+LONGEST = 2**16  # that a model's tables are made for
+# A size, and the names that configurations have for it, as in small.py.
+SIZES = [
+    (WIDTH, "hidden_size"),
+    (LAYERS, "num_hidden_layers"),
+    (CLASSES, "vocab_size vocab_size_per_layer_input"),
+    (HEADS, "num_attention_heads num_experts num_local_experts n_routed_experts"),
+    (2, "num_key_value_heads num_experts_per_tok num_experts_per_token"),
+    (32, "head_dim"),
+    (352, "intermediate_size"),
+    (96, "moe_intermediate_size moe_shared_expert_intermediate_size shared_expert_intermediate_size"),
+    (96, "shared_intermediate_size"),
+    (16, "hidden_size_per_layer_input"),
+    (LONGEST, "max_position_embeddings"),
+    (2, "eos_token_id"),
+    (1, "bos_token_id"),
+    (0, "pad_token_id"),
+]
+MAMBA_2 = dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=32)  # 8 heads of 32, which is twice the width
+DELTA = dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=HEADS)
+# head_dim: what the rotary embedding takes it from
+LATENT = dict(
+    num_key_value_heads=HEADS, kv_lora_rank=32, head_dim=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32
+)
+DENSE_FIRST = dict(n_group=2, topk_group=1, first_k_dense_replace=1)
+EXPERTS = dict(intermediate_size=96)  # where this is an expert's
+WINDOWED = dict(sliding_window=128, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+SHARED = dict(sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2)
+# transformers' name of the class, and settings of its configuration over the sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {},
+    "Qwen3Moe": {},
+    "Gemma3": WINDOWED,
+    "Gemma3n": SHARED | dict(intermediate_size=[352] * 4, activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0], laurel_rank=8),
+    "Gemma4": SHARED | dict(head_dim=32, global_head_dim=64),
+    "Qwen3_5": DELTA,
+    "Qwen3Next": DELTA,
+    "KimiLinear": LATENT | dict(
+        linear_head_dim=32, linear_num_heads=HEADS, layer_types=["linear_attention"] * 3 + ["full_attention"]
+    ),
+    "OlmoHybrid": {},
+    "GraniteMoeHybrid": EXPERTS | MAMBA_2 | dict(layer_types=["linear_attention"] * 3 + ["full_attention"]),
+    "Mamba": dict(state_size=8, intermediate_size=2 * WIDTH),
+    "Mamba2": dict(state_size=32, num_heads=8, head_dim=32, n_groups=1),
+    "FalconH1": MAMBA_2 | dict(mamba_d_ssm=256),
+    "Bamba": MAMBA_2 | dict(attn_layer_indices=[3]),
+    "Zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=HEADS, mamba_d_state=32, adapter_rank=16
+    ),
+    "NemotronH": dict(mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=32, n_groups=2),
+    "Jamba": dict(attn_layer_period=4, attn_layer_offset=3, mamba_d_state=8, use_mamba_kernels=False),
+    "RecurrentGemma": dict(lru_width=WIDTH, attention_window_size=128),
+    "Lfm2": dict(layer_types=["conv", "conv", "full_attention", "conv"]),
+    "Rwkv": dict(attention_hidden_size=WIDTH, context_length=LONGEST),
+    "GptOss": EXPERTS | dict(sliding_window=128),
+    "MiniMax": EXPERTS,
+    "DeepseekV3": LATENT | DENSE_FIRST | dict(q_lora_rank=32),
+    "Glm4Moe": DENSE_FIRST,
+    "FalconMamba": dict(state_size=8, intermediate_size=2 * WIDTH),
+}  # fmt: skip
+SEQUENTIAL = {"Mamba", "FalconMamba", "Jamba", "Rwkv"}  # whose scan is a loop over tokens
+
+
+@dataclass
+class Result:
+    """One family. layers: those that gradient checkpointing recomputes, of which `whole` are one fused op each, and
+    `checkpointed` activation checkpoints, whose parts may be fused; of the others only parts are replaced. Peaks in bytes.
+    ratio: the converted model's peak to the lower of both with checkpointing. seconds: of convert."""
+
+    name: str
+    tokens: int
+    layers: int = 0
+    whole: int = 0
+    checkpointed: int = 0
+    eager: int = 0
+    checkpointing: int = 0
+    chunked: int = 0
+    converted: int = 0
+    ratio: float = math.nan
+    loss_error: float = math.nan
+    gradient_error: float = math.nan
+    wrong: bool = False
+    seconds: float = math.nan
+    reasons: list[str] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        numbers = {name: f"{value:.3g}" for name, value in asdict(self).items() if isinstance(value, float)}
+        return asdict(self) | numbers | {"reasons": " | ".join(self.reasons)}
+
+
+def build(name: str) -> nn.Module:
+    """Returns a family's model, the same for each call, with gradients of zeros."""
+    import transformers
+
+    settings = {"use_cache": False} | FAMILIES[name]
+    # A size that a family sets is not asked of its configuration: Gemma 4's head_dim is none of the whole model's.
+    sizes = [(size, " ".join(one for one in names.split() if one not in settings)) for size, names in SIZES]
+    model = disturbed(built(getattr(transformers, f"{name}ForCausalLM"), settings, sizes))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Returns the names of what gradient checkpointing recomputes, without layers in layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{other}.") for other in names):
+            names.append(name)
+    return names
+
+
+def peak(model: nn.Module, ids: Tensor, loss: Callable[[nn.Module, Tensor], Tensor]) -> tuple[int, dict[str, Tensor]]:
+    """Returns the peak of a step after a first one, and the loss, "", and all gradients of it."""
+    loss(model, ids).backward()
+    model.zero_grad(set_to_none=False)
+    gc.collect()
+    with peak_memory("cpu") as used:
+        value = loss(model, ids)
+        value.backward()
+    return used.bytes, {"": value.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(name: str, tokens: int) -> Result:
+    """Returns a family's peaks, and how the converted model differs from eager."""
+    result = Result(name, min(tokens, SCANNED) if name in SEQUENTIAL else tokens)
+    ids = torch.randint(3, CLASSES, (1, result.tokens), generator=torch.Generator().manual_seed(1))
+    result.eager, theirs = peak(build(name), ids, whole_loss)
+    result.checkpointing, _ = peak(checkpointed(build(name)), ids, whole_loss)
+    result.chunked, _ = peak(checkpointed(build(name)), ids, chunked_loss)
+    model = build(name)
+    layers = layers_of(model)
+    example = ids[:, : result.tokens // 4]
+    start = time.perf_counter()
+    conversion = ckptkern.convert(model, input_ids=example, labels=example, recompute="full", workspace="4MiB")
+    result.seconds = time.perf_counter() - start
+    replaced = {row.name: row.replaced_by for row in conversion}
+    result.layers = len(layers)
+    result.checkpointed = sum(replaced.get(layer) == "checkpoint" for layer in layers)
+    result.whole = sum(replaced.get(layer) is not None for layer in layers) - result.checkpointed
+    result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion if row.reason))
+    result.converted, ours = peak(model, ids, whole_loss)
+    result.ratio = result.converted / min(result.checkpointing, result.chunked)
+    result.loss_error = abs(float(ours[""]) - float(theirs[""])) / abs(float(theirs[""]))
+    result.gradient_error = measure.error(ours, theirs)
+    result.wrong = not max(result.loss_error, result.gradient_error) < WRONG
+    return result
+
+
+HEADING = (
+    f"{'MiB':17} {'tokens':>6} {'eager':>8} {'ckpt':>8} {'chunked':>8} {'ours':>8} {'ratio':>6}  "
+    "layers whole ckpt  wrong (loss, gradients)  convert"
+)
+
+
+def line(result: Result) -> str:
+    peaks = (result.eager, result.checkpointing, result.chunked, result.converted)
+    cells = " ".join(f"{size / MIB:8.1f}" for size in peaks)
+    return (
+        f"{result.name:17} {result.tokens:6} {cells} {result.ratio:6.2f}  {result.layers:6} {result.whole:5} "
+        f"{result.checkpointed:4}  {'WRONG' if result.wrong else 'no':5} ({result.loss_error:.0e}, {result.gradient_error:.0e})"
+        f"    {result.seconds:6.1f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion.peaks", description=__doc__.split("\n")[0])
+    parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (default: 2048)")
+    parser.add_argument("--out", type=Path, help="write a row for each family to this file")
+    parser.add_argument("--reasons", action="store_true", help="print why layers are left or checkpoints")
+    args = parser.parse_args()
+    if hint := missing("transformers"):
+        parser.error(hint)
+    if unknown := set(args.families) - set(FAMILIES):
+        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    results, failed = [], []
+    print(HEADING)
+    for name in args.families or FAMILIES:
+        try:
+            results.append(compare(name, args.tokens))
+        except Exception:  # is printed and counted, and the other families still run
+            traceback.print_exc()
+            print(f"{name:17} FAILED", flush=True)
+            failed.append(name)
+            continue
+        print(line(results[-1]), flush=True)
+        if args.reasons:
+            for reason in results[-1].reasons:
+                print("     ", reason[:160])
+        if args.out:
+            write_rows(args.out, [result.row() for result in results])
+    wrong = [result.name for result in results if result.wrong]
+    print(f"{len(results)} measured, wrong: {', '.join(wrong) or 'none'}, failed: {', '.join(failed) or 'none'}")
+    if wrong or failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,579 @@
+"""Runs a layer's forward in parts, each of which fits a workspace in forward and backward.
+
+The forward is recorded as a graph of ATen operators, on fake tensors, once for each kind of call. From its end backwards the
+graph is cut into stages. A stage is as much of it as is independent along one axis (`axes.followed`): of tokens, whatever is
+computed of each token alone; of heads, channels or samples, what mixes tokens, such as attention or a scan. A stage runs for as
+many entries of its axis at a time as fit the workspace, saves what it takes, and recomputes each slice in backward. Between
+stages stands what one hands to the next.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..ops.dispatch.choices import autocast_dtype
+from ..subclasses import PLAIN
+from .axes import Axis, name_of, tensors_of
+from .stages import Call, Planner, Stage, Uncut, bytes_of
+
+aten = torch.ops.aten
+PLAIN_VALUES = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
+DEPTH = 2  # of slices of slices
+PLANS = 64  # of a layer that are remembered, the latest
+
+
+# -- modules that bound their own memory
+
+
+class _Tracing:
+    """Notes the calls of such modules while a forward is recorded."""
+
+    def __init__(self, root: nn.Module):
+        self.paths = {m: path for path, m in root.named_modules()}
+        self.calls: list[Call] = []
+
+
+_local = threading.local()
+
+
+class Place(int):
+    """Stands for a tensor in a list of others."""
+
+
+@contextlib.contextmanager
+def _traced(root: nn.Module | None) -> Iterator[_Tracing | None]:
+    before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
+    try:
+        yield _local.tracing
+    finally:
+        _local.tracing = before
+
+
+def is_traced() -> bool:
+    """Is a forward recorded in this thread?"""
+    return getattr(_local, "tracing", None) is not None
+
+
+def traced_call(
+    module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict[str, Any], along: str = "nothing"
+) -> Any:
+    """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
+    may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
+    flat, spec = tree_flatten((args, kwargs))
+    if any(isinstance(one, MutableMapping) for one in flat):
+        raise Uncut("it hands a mapping on")
+    tensors = [one for one in flat if isinstance(one, Tensor)]
+    places = iter(range(len(tensors)))
+    values = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
+    tracing = _local.tracing
+    call = Call(None if module is None else tracing.paths[module], spec, values, run=forward)
+    tracing.calls.append(call)
+    parameters = [] if module is None or along == "nothing" else list(module.parameters())
+    made = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
+    return tree_unflatten([made[one] if type(one) is Place else one for one in call.results], call.result_spec)
+
+
+def filled(values: list[Any], spec: Any, tensors: Sequence[Any]) -> Any:
+    return tree_unflatten([tensors[one] if type(one) is Place else one for one in values], spec)
+
+
+_library = torch.library.Library("ckptkern", "FRAGMENT")
+_library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str along) -> Tensor[]")
+
+
+@torch.library.register_fake("ckptkern::part", lib=_library)
+def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
+    call = _local.tracing.calls[place]
+    args, kwargs = filled(call.values, call.spec, tensors)
+    with _traced(None):
+        flat, call.result_spec = tree_flatten(call.run(*args, **kwargs))
+    made = [one for one in flat if isinstance(one, Tensor)]
+    places = iter(range(len(made)))
+    call.results = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
+    return [one.clone() for one in made]
+
+
+# -- running
+
+RESHAPED = (aten.view.default, aten._unsafe_view.default)  # slices are not laid out as the whole was
+# whose fifth argument says whether backward will read what forward may leave out
+FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
+
+
+Modules = dict[str, nn.Module]
+
+
+def called(call: Call, tensors: list[Tensor], modules: Modules) -> list[Tensor]:
+    args, kwargs = filled(call.values, call.spec, tensors)
+    function = call.run if call.path is None else modules[call.path].forward
+    return [one for one in tree_flatten(function(*args, **kwargs))[0] if isinstance(one, Tensor)]
+
+
+def run(
+    node: fx.Node, value: Callable[[fx.Node], Any], sizes: Iterable[tuple[int, int | None, int]] = (), count: int = 0
+) -> Any:
+    """Runs an operator. sizes: of its cut (`axes.Cut`), in a slice of `count` entries."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    if sizes:
+        args = list(args)
+        for place, index, size in sizes:
+            if index is None:
+                args[place] = count * size
+            else:
+                args[place] = [count * size if i == index else one for i, one in enumerate(args[place])]
+    if node.target is aten.copy.default:  # which has no derivative
+        return args[1].to(args[0].dtype).expand_as(args[0])
+    target = aten.reshape.default if node.target in RESHAPED else node.target
+    if target in FOR_BACKWARD:
+        args = [*args[:4], torch.is_grad_enabled(), *args[5:]]
+    if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.requires_grad:  # of which it has no gradient
+            options = dict(zip(("dropout_p", "is_causal"), args[3:], strict=False))
+            options["enable_gqa"] = args[0].shape[1] != args[1].shape[1]
+            return aten._scaled_dot_product_attention_math.default(*args[:3], **options, **kwargs)
+    return target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_recorded() -> Iterator[None]:
+    """The graph has its casts, which autocast would make again."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class Slices:
+    """A stage's work on these values of its bases."""
+
+    def __init__(self, stage: Stage, modules: Modules, bases: Sequence[Tensor] | None = None):
+        self.stage, self.modules = stage, modules
+        if bases is not None:
+            self.values: dict[fx.Node, Any] = dict(zip(stage.bases, bases, strict=True))
+            for node in stage.before:
+                self.values[node] = run(node, self.values.__getitem__)
+
+    def each(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.stage.n, self.stage.length):
+            yield first, min(self.stage.length, self.stage.n - first)
+
+    def run(self, count: int, inputs: dict[tuple[fx.Node, Axis | None], Any], inside: bool = True) -> list[Any]:
+        """The stage's results of a slice. inputs: what it reads. inside: as planned by itself, if it is."""
+        stage, made = self.stage, {}
+        if inside and stage.inside is not None:
+            given, stages, ends = stage.inside
+            values = dict(zip(given, (inputs[key] for key in _reads(stage)), strict=True))
+            for inner in stages:
+                run_stage(inner, values, self.modules)
+            return [values[one] for one in ends]
+        last = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
+        results = set(stage.results)
+        for node, cut in stage.nodes.items():
+            axes = dict(cut.inputs)
+
+            def value(one: fx.Node, axes=axes) -> Any:
+                return made[one] if one in made else inputs[one, axes[one]]
+
+            if call := stage.calls.get(node):
+                made[node] = called(call, [value(one) for one in node.args[0]], self.modules)
+            else:
+                made[node] = run(node, value, cut.sizes, count)
+            for one in axes:
+                if last.get(one) is node and one not in results:
+                    del made[one]
+        return [made[one] for one in stage.results]
+
+
+def _reads(stage: Stage) -> list[tuple[fx.Node, Axis | None]]:
+    return [(node, axis) for node, axes in stage.inputs.items() for axis in axes]
+
+
+class _Sliced(torch.autograd.Function):
+    """A stage in slices, which saves its bases."""
+
+    @staticmethod
+    def forward(ctx, stage, modules, *bases):
+        ctx.set_materialize_grads(False)
+        ctx.stage, ctx.modules = stage, modules
+        ctx.save_for_backward(*bases)
+        with _as_recorded():
+            slices = Slices(stage, modules, bases)
+            wholes = []
+            for node in stage.results:
+                like = node.meta["val"]
+                whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                wholes.append(whole if all(like.stride()) else torch.empty_like(whole))  # not one entry for all
+            for first, count in slices.each():
+                inputs = {
+                    (node, axis): slices.values[node] if axis is None else axis.part(slices.values[node], first, count)
+                    for node, axis in _reads(stage)
+                }
+                for node, whole, part in zip(stage.results, wholes, slices.run(count, inputs), strict=True):
+                    stage.axes[node].write(whole, first, count, part)
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        stage, needs = ctx.stage, ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # create_graph=True: all at once
+            return None, None, *_whole_gradients(stage, ctx.modules, ctx.saved_tensors, needs, grads)
+        with torch.enable_grad(), _as_recorded():
+            bases = [one.detach().requires_grad_(need) for one, need in zip(ctx.saved_tensors, needs, strict=True)]
+            # a call's module reads its own
+            own = {
+                node: p
+                for part, call in stage.calls.items()
+                if part.args[1]
+                for node, p in zip(part.args[1], ctx.modules[call.path].parameters(), strict=True)
+            }
+            slices = Slices(stage, ctx.modules, bases)
+            sums = {node: Gradient(value) for node in stage.inputs if (value := slices.values[node]).requires_grad}
+            for first, count in slices.each():
+                inputs = {}
+                for node, axis in _reads(stage):
+                    if node in own:
+                        inputs[node, axis] = own[node]
+                        continue
+                    one = slices.values[node].detach()
+                    one = one if axis is None else axis.part(one, first, count).detach()
+                    inputs[node, axis] = one.requires_grad_(node in sums)
+                results = slices.run(count, inputs)
+                pairs = [
+                    (one, stage.axes[node].part(grad, first, count))
+                    for node, one, grad in zip(stage.results, results, grads, strict=True)
+                    if grad is not None and one.requires_grad
+                ]
+                del results
+                wanted = [key for key in inputs if key[0] in sums]
+                found = gradients(pairs, [inputs[key] for key in wanted])
+                del pairs, inputs
+                for (node, axis), grad in zip(wanted, found, strict=True):
+                    sums[node].add(axis, first, count, grad, alone=len(stage.inputs[node]) == 1)
+                del found
+        made = {node: gradient.value() for node, gradient in sums.items()}
+        through = [node for node in made if node in set(stage.before) and made[node] is not None]
+        if through:
+            leaves = [one for one in bases if one.requires_grad]
+            found = gradients([(slices.values[one], made[one]) for one in through], leaves)
+            of_leaf = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
+        results = []
+        for node, base in zip(stage.bases, bases, strict=True):
+            parts = [one for one in (made.get(node), of_leaf.get(id(base)) if through else None) if one is not None]
+            results.append(parts[0] if len(parts) == 1 else parts[0] + parts[1] if parts else None)
+        return None, None, *results
+
+
+def gradients(
+    pairs: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create_graph: bool = False
+) -> Sequence[Tensor | None]:
+    """Returns the gradients of the inputs. pairs: results with theirs."""
+    if not (pairs and inputs):
+        return [None] * len(inputs)
+    results, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True)
+
+
+def _whole_gradients(
+    stage: Stage, modules: Modules, bases: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Returns the gradients of the bases, with a graph."""
+    bases = [one.view_as(one) for one in bases]  # one may be computed of another
+    with _as_recorded():
+        slices = Slices(stage, modules, bases)
+        results = slices.run(stage.n, {(node, axis): slices.values[node] for node, axis in _reads(stage)}, inside=False)
+    pairs = [(one, grad) for one, grad in zip(results, grads, strict=True) if grad is not None and one.requires_grad]
+    wanted = [one for one, need in zip(bases, needs, strict=True) if need]
+    found = iter(gradients(pairs, wanted, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
+class Gradient:
+    """The gradient of a value, summed over slices, in float32 at least."""
+
+    def __init__(self, value: Tensor):
+        self.like, self.sum, self.is_own = value, None, False
+
+    def add(self, axis: Axis | None, first: int, count: int, grad: Tensor | None, alone: bool) -> None:
+        """Adds that of a slice. alone: are these entries read once?"""
+        wide = torch.promote_types(self.like.dtype, torch.float32)
+        if axis is not None:
+            if self.sum is None:
+                self.sum = torch.empty_like(self.like) if alone else torch.zeros_like(self.like, dtype=wide)
+            place = axis.view(self.sum, first, count)
+            if grad is None:
+                grad = torch.zeros_like(place)
+            grad = grad.reshape(place.shape)
+            place.copy_(grad) if alone else place.add_(grad)
+        elif grad is not None:
+            self.sum = (
+                grad if self.sum is None else self.sum.to(wide).add_(grad) if self.is_own else self.sum.to(wide) + grad
+            )
+            self.is_own = self.is_own or self.sum is not grad
+
+    def value(self) -> Tensor | None:
+        return None if self.sum is None else self.sum.to(self.like.dtype)
+
+
+def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
+    """Computes a stage's results of the values that are there."""
+    if stage.axes:
+        results = _Sliced.apply(stage, modules, *(values[one] for one in stage.bases))
+        values.update(zip(stage.results, results, strict=True))
+        return
+    inner = dict(values)
+    with _as_recorded():
+        for node in stage.before:
+            inner[node] = run(node, inner.__getitem__)
+        if stage.call is None:
+            for node in stage.nodes:
+                values[node] = run(node, inner.__getitem__)
+            return
+    (node,) = stage.nodes
+    tensors = called(stage.call, [inner[one] for one in node.args[0]], modules)
+    values.update((one, tensors[one.args[1]]) for one in stage.results)
+
+
+# -- a layer
+
+
+@dataclass
+class Plan:
+    """Describes how a kind of call runs. print(plan) shows its stages, and by how many entries each may be cut."""
+
+    stages: list[Stage]
+    places: dict[fx.Node, int]  # of tensors among the arguments
+    held: dict[fx.Node, Any]  # (path of a module, "_parameters" or "_buffers", name), or a constant
+    output: fx.Node
+    spec: Any = None
+    cost: int = 0
+    writes: list[tuple[fx.Node, fx.Node]] = field(
+        default_factory=list
+    )  # operators, and the parameters that they change
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.stages))
+
+    def takes(self, node: fx.Node) -> bool:
+        """Takes an operator out of the graph that changes a parameter by numbers, as a forward does that clamps its weights."""
+        of = changed = node.args[0]
+        while name_of(of) in ("detach", "alias"):
+            of = of.args[0]
+        if of.op != "get_attr" or node.users or tensors_of(node) != [changed]:
+            return False
+        self.writes.append((node, of))
+        node.graph.erase_node(node)
+        return True
+
+
+class Parts:
+    """The forward of a module's class in parts. plans: by the kind of call; None where it runs as it is. slices: of each stage,
+    in a check; 0: as many as the workspace asks for. why: the last call was not cut."""
+
+    def __init__(self) -> None:
+        self.plans: collections.OrderedDict[Any, Plan | None] = collections.OrderedDict()
+        self.slices = 0
+        self.why = ""
+
+    def __reduce__(self) -> tuple:  # a copy plans anew
+        return Parts, ()
+
+    def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        shared = [(i, one) for i, one in enumerate(flat) if isinstance(one, MutableMapping)]
+        kinds = []
+        for i, one in shared:  # what layers hand to later ones
+            held, kind = tree_flatten(dict(one))
+            flat[i] = type(one)
+            flat += held
+            kinds.append(kind)
+        spec = spec, tuple(kinds)
+        plan = None
+        if not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+            plan = self.plan_of(module, flat, spec, workspace)
+        if plan is None or (not self.slices and 2 * plan.cost <= workspace):
+            return type(module).forward(module, *args, **kwargs)
+        values: dict[fx.Node, Any] = {node: flat[place] for node, place in plan.places.items()}
+        modules = dict(module.named_modules())
+        for node, held in plan.held.items():
+            values[node] = held if isinstance(held, Tensor) else getattr(modules[held[0]], held[1])[held[2]]
+        with torch.no_grad():
+            for node, of in plan.writes:
+                node.target(values[of].data, *node.args[1:], **node.kwargs)
+        for stage in plan.stages:
+            run_stage(stage, values, modules)
+        result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
+        for (_, one), held in zip(shared, now, strict=True):
+            one.update(held)
+        return result
+
+    def plan_of(self, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
+        tensors = [one for one in flat if isinstance(one, Tensor)]
+        if not all(type(one) in PLAIN or isinstance(one, PLAIN_VALUES) for one in flat) or not tensors:
+            self.why = "an argument is neither a tensor nor a plain value"
+            return None
+        kinds = [(one.shape, one.dtype, one.device) if isinstance(one, Tensor) else (type(one), one) for one in flat]
+        key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
+        if key in self.plans:
+            self.plans.move_to_end(key)
+            return self.plans[key]
+        try:
+            plan = planned(module, flat, spec, workspace, self.slices)
+        except Exception as error:  # whatever a forward makes of fake tensors
+            plan, self.why = None, f"{type(error).__name__}: {error}"
+        self.plans[key] = plan
+        if len(self.plans) > PLANS:
+            self.plans.popitem(last=False)
+        return plan
+
+
+# as `decisions`: a recompute has to decide alike
+DECIDES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsorted")
+
+
+@contextlib.contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """Counts no calls, and logs no operator that does not run on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+        for calls, before in counts:
+            calls.update(before)
+
+
+@contextlib.contextmanager
+def _fake_buffers(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """A forward that writes into a buffer writes into a fake tensor."""
+    places = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    fakes = {id(b): mode.from_tensor(b) for _, _, b in places}
+    try:
+        for buffers, name, b in places:
+            buffers[name] = fakes[id(b)]
+        yield
+    finally:
+        for buffers, name, b in places:
+            buffers[name] = b
+
+
+def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
+    """Returns where parameters and buffers are, by id: the path of a module, its dict, and the name there."""
+    return {
+        id(value): (path, kind, name)
+        for path, m in module.named_modules()
+        for kind in ("_parameters", "_buffers")
+        for name, value in getattr(m, kind).items()
+    }
+
+
+def samples(node: fx.Node) -> bool:
+    """Does it sample random numbers? Attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for i, one in enumerate(node.target._schema.arguments):
+        if one.name == "dropout_p":
+            return (node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)) != 0
+    return True
+
+
+def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
+    """Records a function of fake tensors, whose modes alone see it."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    made.graph.eliminate_dead_code()
+    return made
+
+
+def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0) -> None:
+    """Cuts the slices that do not fit into stages of their own."""
+    for stage in stages:
+        fits = 2 * stage.cost * stage.length <= workspace * stage.n
+        if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
+            continue
+        reads, slices, inputs = _reads(stage), Slices(stage, {}), []
+        with mode:
+            for node, axis in reads:
+                one = node.meta["val"]
+                one = one if isinstance(one, FakeTensor) else mode.from_tensor(one.detach())
+                inputs.append(one if axis is None else axis.part(one, 0, stage.length))
+        made = recorded(
+            lambda *values, stage=stage, slices=slices, reads=reads: slices.run(
+                stage.length, dict(zip(reads, values, strict=True))
+            ),
+            inputs,
+        )
+        planner = Planner(made.graph, [], workspace)
+        with contextlib.suppress(Uncut):
+            inner = planner.plan()
+            plan_inside(inner, mode, workspace, depth + 1)
+            given = [node for node in made.graph.nodes if node.op == "placeholder"]
+            if len(inner) > 1:
+                stage.inside = given, inner, planner.output.args[0]
+
+
+def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
+    places = [i for i, one in enumerate(flat) if isinstance(one, Tensor)]
+    plan = Plan([], {}, {}, None)
+
+    def forward(*tensors: Tensor) -> list[Tensor]:
+        values = list(flat)
+        for place, one in zip(places, tensors, strict=True):
+            values[place] = one
+        held, shared = values[spec[0].num_leaves :], []
+        for kind in spec[1]:
+            shared.append(tree_unflatten(held[: kind.num_leaves], kind))
+            del held[: kind.num_leaves]
+        del values[spec[0].num_leaves :]
+        mappings = [i for i, one in enumerate(values) if isinstance(one, type) and issubclass(one, MutableMapping)]
+        shared = [values[i](one) for i, one in zip(mappings, shared, strict=True)]
+        for i, one in zip(mappings, shared, strict=True):
+            values[i] = one
+        args, kwargs = tree_unflatten(values, spec[0])
+        result = type(module).forward(module, *args, **kwargs)
+        result, plan.spec = tree_flatten((result, list(map(dict, shared))))
+        return result
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _as_before(module), _fake_buffers(module, mode), _traced(module) as tracing:
+        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(flat[i].detach()) for i in places])
+        held = held_by(module)
+    inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
+    plan.places = dict(zip(inputs, places, strict=True))
+    for node in list(made.graph.nodes):
+        if node.op == "get_attr":
+            value = getattr(made, node.target)
+            plan.held[node] = held.get(id(value), value)
+            if id(value) not in held and value.numel() > 1:
+                raise Uncut("it reads a tensor that is neither a parameter nor a buffer")
+            node.meta["val"] = value
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if name_of(node) in DECIDES:
+                raise Uncut(f"{node.target} decides what recompute has to decide alike")
+            if node.target._schema.is_mutable and plan.takes(node):
+                continue
+            if samples(node) or node.target._schema.is_mutable:
+                raise Uncut(f"{node.target} is not run in slices")
+    planner = Planner(made.graph, tracing.calls, workspace, slices)
+    plan.output, plan.stages = planner.output, planner.plan()
+    if not slices:
+        plan_inside(plan.stages, mode, workspace)
+    plan.cost = sum(bytes_of(node) for node in made.graph.nodes if node.op == "call_function")
+    return plan

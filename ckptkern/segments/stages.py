@@ -1,0 +1,319 @@
+"""Cuts a recorded forward into stages: as much of it as is independent along one axis runs in slices of that axis.
+
+The graph is walked from its end backwards. What is needed last becomes the result of a stage; of all its axes the one is taken
+along which most of what leads to it can be cut (`axes.followed`), less what has to be handed to it. Cheap operators may be part
+of several stages, matmuls of one.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import heapq
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, followed, name_of, shape_of, tensors_of
+
+WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
+FLOOR = 128  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
+ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
+TRIED, JOINED = 3, 8  # axes of a stage, and more results of it, that are tried
+MOST = 64  # values between stages, beyond which nothing is cut
+
+
+class Uncut(Exception):
+    """Says why a forward is not run in parts."""
+
+
+@dataclass
+class Call:
+    """Describes a call that is one operator. path: of the module, None for a function, which is `run`. values: its flat
+    arguments, with places of tensors in what the operator takes. results: its flat results, with places in what it returns."""
+
+    path: str | None
+    spec: Any
+    values: list[Any]
+    result_spec: Any = None
+    results: list[Any] = field(default_factory=list)
+    run: Callable | None = None
+
+
+@dataclass
+class Stage:
+    """Describes what runs in slices along one axis of n entries, or, without axes, all at once.
+
+    nodes: in their order, with how each is cut; axes: where the entries are in their results. inputs: values from elsewhere,
+    with the axes along which slices read them, None for whole. bases: what is saved, of which `before` computes the inputs.
+    results: what later stages read. call: the whole of the stage; calls: those that run for a slice.
+    """
+
+    n: int = 1
+    nodes: dict[fx.Node, Cut | None] = field(default_factory=dict)
+    axes: dict[fx.Node, Axis] = field(default_factory=dict)
+    inputs: dict[fx.Node, set[Axis | None]] = field(default_factory=dict)
+    before: list[fx.Node] = field(default_factory=list)
+    bases: list[fx.Node] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
+    call: Call | None = None
+    calls: dict[fx.Node, Call] = field(default_factory=dict)
+    length: int = 1  # entries of a slice
+    # of a slice that does not fit: its inputs, stages and results
+    inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
+
+    @property
+    def cost(self) -> int:
+        """Bytes of what its nodes compute."""
+        return sum(map(bytes_of, self.nodes))
+
+    def __str__(self) -> str:
+        found = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
+        named = [name for name in found if name in GEMMS or "attention" in name]
+        paths = [call.path or "attention" for call in (self.call, *self.calls.values()) if call is not None]
+        shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + paths
+        return ", ".join(shown or list(found)[:2]) + (f" by {self.n}" if self.axes else "")
+
+
+def is_list(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def size_of(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return sum(one.numel() * one.dtype.itemsize for one in (value if is_list(node) else [value]))
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Returns the bytes that a node's result takes beside its input's."""
+    value = node.meta.get("val")
+    if name_of(node) in VIEWS or name_of(node) in WRITING or value is None:
+        return 0
+    size = size_of(node)
+    return ASSUMED * size if name_of(node) == "part" and node.args[3] == "tokens" else size
+
+
+class Planner:
+    """Cuts a graph into stages, from its end backwards."""
+
+    def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0):
+        self.calls, self.workspace, self.slices = calls, workspace, slices
+        self.placed: set[fx.Node] = set()  # nodes of later stages
+        self.bases: dict[fx.Node, fx.Node] = {}
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+        self.fixed = {node for node in graph.nodes if node.op == "get_attr"}  # and what is computed of these alone
+        self.ancestors: dict[fx.Node, int] = {}
+        for node, i in self.order.items():
+            inputs = tensors_of(node)
+            if node.op == "call_function" and all(one in self.fixed for one in inputs):
+                self.fixed.add(node)
+            self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[one] for one in inputs), 1 << i)
+        self.output = next(node for node in graph.nodes if node.op == "output")
+
+    def is_there(self, node: fx.Node) -> bool:
+        """Is it given, or computed of parameters alone?"""
+        return node in self.given or node in self.fixed
+
+    def plan(self) -> list[Stage]:
+        needed = {one for one in self.output.all_input_nodes if one not in self.given}
+        stages: list[Stage] = []
+        while needed:
+            if len(needed) > MOST or len(stages) > MOST:
+                raise Uncut("too much stands between its parts")
+            stage = self.stage_before(needed)
+            stages.append(stage)
+            self.placed.update(stage.nodes)
+            needed.difference_update(stage.results)
+            needed.update(one for one in stage.bases if not self.is_there(one))
+        return stages[::-1]
+
+    def stage_before(self, needed: set[fx.Node]) -> Stage:
+        last = max(needed, key=self.order.__getitem__)
+        if (call := self.call_of(last)) is not None:
+            return self.call_stage(call, needed)
+        axes = () if is_list(last) else axes_of(last)
+        stages = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
+        others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
+        stages = sorted(stages, key=self.merit, reverse=True)[:TRIED]
+        best = max((functools.reduce(self.joined, others, stage) for stage in stages), key=self.merit, default=None)
+        if best is None and (call := self.call_of(last, "tokens", "heads")) is not None:
+            return self.call_stage(call, needed)
+        if best is None:
+            stage = Stage(nodes={last: None})
+            stage.inputs = {one: {None} for one in tensors_of(last)}
+            stage.results = [last]
+            return self.finished(stage, needed)
+        best.results = [one for one in needed if one in best.nodes]
+        return self.finished(best, needed)
+
+    def merit(self, stage: Stage) -> tuple:
+        """What it spares besides what has to be handed to it."""
+        return stage.cost - 2 * sum(size_of(one) for one in stage.inputs if not self.is_there(one)), stage.n
+
+    def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
+        """Does it, or what is shown with it, show all of what it is a view of? So does a view of what is there."""
+        if name_of(view) == "getitem" and not name_of(view.args[0]).startswith(("split", "unbind")):
+            return False
+        (source,) = tensors_of(view)
+        return self.base_of(source) in self.given or max(size_of(view), shown[source]) >= size_of(source)
+
+    def base_of(self, node: fx.Node) -> fx.Node:
+        """Returns what a view shows, through all views; else the node itself."""
+        if node not in self.bases:
+            self.bases[node] = self.base_of(node.args[0]) if name_of(node) in VIEWS else node
+        return self.bases[node]
+
+    def call_of(self, node: fx.Node, *along: str) -> fx.Node | None:
+        """Returns the call whose result it is, if that runs along one of these, or along nothing."""
+        source = node.args[0] if name_of(node) == "getitem" else node
+        return source if name_of(source) == "part" and source.args[3] in ("nothing", *along) else None
+
+    def call_stage(self, node: fx.Node, needed: set[fx.Node]) -> Stage:
+        stage = Stage(call=self.calls[node.args[2]], nodes={node: None})
+        stage.inputs = {one: {None} for one in node.args[0]}
+        stage.results = [one for one in needed if self.call_of(one, node.args[3]) is node]
+        return self.finished(stage, needed)
+
+    def joined(self, stage: Stage, other: fx.Node) -> Stage:
+        """The stage with another result, if it shares work with it."""
+        if other in stage.nodes or other in stage.inputs:
+            return stage
+        mask = sum(1 << self.order[one] for one in (other, *stage.results))
+        best, least = stage, None
+        roots = {one: stage.axes[one] for one in stage.results}
+        for axis, n in axes_of(other):
+            if n != stage.n:
+                continue
+            grown = self.grown({**roots, other: axis}, n)
+            if grown is None or any(self.ancestors[one] & mask for one in grown.inputs):
+                continue
+            alone = self.grown({other: axis}, n)
+            if alone is None:
+                continue
+            shares = stage.cost + alone.cost - grown.cost
+            common = any(one in stage.nodes for one in alone.inputs) or any(
+                axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items() if one not in self.fixed
+            )
+            gain = self.merit(grown)[0] - self.merit(stage)[0] - self.merit(alone)[0]
+            if (shares > 0 or common or gain > 0) and (least is None or grown.cost > best.cost):
+                best, least = grown, shares
+        return best
+
+    def grown(self, roots: dict[fx.Node, Axis], n: int) -> Stage | None:
+        """The stage of these results, cut along these axes; None if not even the last of them can be."""
+        stage = Stage(n=n, results=list(roots))
+        wanted: dict[fx.Node, set[Axis | None]] = {node: {axis} for node, axis in roots.items()}
+        heap = [(-self.order[node], node.name, node) for node in wanted]
+        heapq.heapify(heap)
+        shared: set[fx.Node] = set()
+        while heap:
+            node = heapq.heappop(heap)[-1]
+            axes = wanted.pop(node)
+            cut = None
+            if not self.is_there(node) and len(axes) == 1 and None not in axes:
+                (axis,) = axes
+                cut = followed(node, axis, n)
+                if node not in roots and not all(user in stage.nodes or user in self.placed for user in node.users):
+                    shared.add(node)
+                if node in shared and name_of(node) in GEMMS and node not in roots:
+                    cut = None  # it would be computed twice
+            if cut is None:
+                items = [user for user in node.users if user in stage.nodes] if is_list(node) else [node]
+                if not roots.keys().isdisjoint(items):
+                    return None
+                for one in items:
+                    stage.inputs[one] = {stage.axes[one]} if stage.nodes.pop(one, None) else axes
+                continue
+            stage.nodes[node], stage.axes[node] = cut, axis
+            for one, of in cut.inputs:
+                if one not in wanted:
+                    heapq.heappush(heap, (-self.order[one], one.name, one))
+                wanted.setdefault(one, set()).add(of)
+                if node in shared:
+                    shared.add(one)
+        self.pruned(stage)
+        return stage
+
+    def pruned(self, stage: Stage) -> None:
+        """Leaves to the stage before what makes little of much that nothing else here reads."""
+        views: dict[fx.Node, list[fx.Node]] = {}
+        for node in stage.nodes:
+            if name_of(node) in VIEWS:
+                views.setdefault(self.base_of(node), []).append(node)
+        for base in [one for one in stage.inputs if not self.is_there(one)]:
+            shown = views.get(base, [])
+            ends = [
+                node
+                for node in shown
+                if not is_list(node)
+                and (node in stage.results or not all(user in shown for user in node.users if user in stage.nodes))
+            ]
+            if (
+                shown
+                and all(user in shown for user in base.users if user in stage.nodes)
+                and sum(map(size_of, ends)) < size_of(base)
+                and not any(node in stage.results for node in ends)
+            ):
+                del stage.inputs[base]
+                for node in shown:
+                    del stage.nodes[node]
+                stage.inputs.update((node, {stage.axes[node]}) for node in ends)
+        for node in sorted(stage.nodes, key=self.order.__getitem__):
+            read = [one for one in tensors_of(node) if not self.is_there(one)]
+            if (
+                is_list(node)
+                or name_of(node) == "getitem"
+                or node in stage.results
+                or not all(one in stage.inputs for one in read)
+            ):
+                continue
+            spared = [one for one in read if all(user is node or user not in stage.nodes for user in one.users)]
+            if size_of(node) < sum(map(size_of, spared)):
+                del stage.nodes[node]
+                stage.inputs[node] = {stage.axes[node]}
+                for one in spared:
+                    del stage.inputs[one]
+
+    def finished(self, stage: Stage, needed: set[fx.Node]) -> Stage:
+        """Orders its nodes, and finds what is computed before it of what is there."""
+        stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
+        before: set[fx.Node] = set()
+        bases: set[fx.Node] = set()
+        todo, shown = list(stage.inputs), collections.Counter()
+        for node in stage.inputs:
+            size = size_of(node)
+            while name_of(node) in VIEWS:
+                node = node.args[0]
+                size = min(size, size_of(node))
+                shown[node] += size
+        while todo:
+            node = todo.pop()
+            if node in before or node in bases:
+                continue
+            is_cheap = node.op == "call_function" and (
+                node in self.fixed or (name_of(node) in VIEWS and self.is_whole(node, shown))
+            )
+            if is_cheap:
+                before.add(node)
+                todo += tensors_of(node)
+            else:
+                bases.add(node)
+        stage.before = sorted(before, key=self.order.__getitem__)
+        stage.bases = sorted(bases, key=self.order.__getitem__)
+        stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
+        if stage.axes:
+            rows = [
+                shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
+            ]
+            floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
+            length = (
+                -(-stage.n // self.slices)
+                if self.slices
+                else max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
+            )
+            stage.length = -(-stage.n // -(-stage.n // min(length, stage.n)))
+        return stage

@@ -1,0 +1,124 @@
+"""Converted layers of which nothing is known, in parts, beside layers of which all is known."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.conversion import revert
+from ckptkern.memory import peak_memory
+
+D, H, LAYERS, WORKSPACE = 64, 4, 3, 2**20
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    B, S, _ = q.shape
+    q, k, v = (one.view(B, S, H, -1).transpose(1, 2) for one in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, S, D)
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, states = torch.zeros_like(v[:, 0]), []
+    for i in range(0, v.shape[1], 32):
+        at = slice(i, i + 32)
+        state = torch.tanh(state + (k[:, at] * v[:, at]).cumsum(1)[:, -1])
+        states.append(q[:, at] * state[:, None])
+    return torch.cat(states, 1)
+
+
+def bump(h: Tensor) -> Tensor:
+    return torch.sin(h) * torch.exp(-h.square())
+
+
+class Layer(nn.Module):
+    def __init__(self, mixer, activation):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.mixer, self.activation = mixer, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.out(self.mixer(self.q(h), self.k(h), self.v(h)))
+        return x + self.down(self.activation(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, *kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(*kind) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+KINDS = {"known": (attention, F.gelu), "mixer": (recurrence, F.gelu), "unknown": (recurrence, bump)}
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def peak(model: nn.Module, x: Tensor) -> int:
+    step(model, x)
+    with peak_memory("cpu") as used:
+        model.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+    return used.bytes
+
+
+def converted(name: str) -> tuple[nn.Module, ckptkern.Conversion]:
+    model = Model(*KINDS[name])
+    return model, ckptkern.convert(model, torch.randn(1, 64, D), recompute="full", workspace=WORKSPACE)
+
+
+def test_an_unknown_layer_peaks_within_the_workspace_of_a_known_one():
+    x, peaks = torch.randn(1, 2048, D), {}
+    for name in KINDS:
+        model, conversion = converted(name)
+        rows = [row for row in conversion if row.kind == "Layer"]
+        assert [row.replaced_by for row in rows] == ["transformer_layer" if name == "known" else "checkpoint"] * LAYERS
+        assert name == "known" or all("in parts" in row.reason for row in rows)
+        peaks[name] = peak(model, x)
+    assert max(peaks.values()) - min(peaks.values()) <= WORKSPACE, peaks
+    plain = Model(*KINDS["unknown"])
+    for layer in plain.layers:
+        layer.forward = ckptkern.checkpointed(layer.forward)
+    assert peaks["unknown"] < 0.6 * peak(plain, x)
+
+
+@pytest.mark.parametrize("name", ["mixer", "unknown"])
+def test_lengths_copies_hooks_and_changes(name):
+    model, conversion = converted(name)
+    for length, batch in ((700, 1), (1024, 2), (700, 1)):
+        x = torch.randn(batch, length, D)
+        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            ours = step(one, x)
+            for a, b in zip(ours, step(Model(*KINDS[name]), x), strict=True):
+                assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
+    assert conversion.calls["original"] == 0
+    seen = []
+    model.layers[1].up.register_forward_hook(lambda *_: seen.append(1))
+    step(model, x)
+    assert seen, "a hook inside runs"
+    for layer in model.layers:
+        layer.activation = F.relu
+    changed = Model(KINDS[name][0], F.relu)
+    for a, b in zip(step(model, x), step(changed, x), strict=True):
+        assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3), "an attribute that changed counts"
+    revert(model)
+    assert all("forward" not in vars(layer) for layer in model.layers)

@@ -1,0 +1,195 @@
+"""Layers that run in parts: cut at what mixes tokens, in slices along whatever axis is independent."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.segments.parts import Parts
+
+D, H, S = 32, 4, 96
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Mixes tokens, each feature by itself, by a recurrence that nothing knows."""
+    state, states = torch.zeros_like(x[:, 0]), []
+    for i in range(0, x.shape[1], 8):
+        part = x[:, i : i + 8]
+        state = torch.tanh(state + part.cumsum(1)[:, -1])
+        states.append(part * state[:, None])
+    return torch.cat(states, 1)
+
+
+class Layer(nn.Module):
+    """A token mixer between token-wise steps, of which no pattern is known."""
+
+    def __init__(self, mixer=mixed, d: int = D):
+        super().__init__()
+        self.up, self.out = nn.Linear(d, 2 * d), nn.Linear(d, d)
+        self.convolution = nn.Conv1d(d, d, 3, padding=2, groups=d)
+        self.wide, self.narrow = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.scale = nn.Parameter(torch.ones(d))
+        self.mixer = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gate = self.up(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).chunk(2, -1)
+        h = F.silu(self.convolution(h.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
+        x = x + self.out(self.mixer(h) * torch.sigmoid(gate)) * self.scale
+        return x + self.narrow(torch.sin(self.wide(x)) * torch.exp(-self.wide(x).square()))
+
+
+class Heads(nn.Module):
+    """Attention written out, over heads that share keys and values."""
+
+    def __init__(self, mask: bool = False):
+        super().__init__()
+        self.qkv, self.out, self.mask = nn.Linear(D, D + D, bias=False), nn.Linear(D, D), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, _ = x.shape
+        q, k, v = self.qkv(x).split([D, D // 2, D // 2], -1)
+        q = q.view(B, S, H, -1).transpose(1, 2)
+        k, v = (one.view(B, S, H // 2, -1).transpose(1, 2).repeat_interleave(2, 1) for one in (k, v))
+        scores = q @ k.transpose(-1, -2) * D**-0.5
+        if self.mask:
+            scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -1e9)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, D))
+
+
+class Scan(nn.Module):
+    """A state of heads by features, written in place chunk by chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.decay = nn.Parameter(torch.linspace(0.1, 1, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, _ = x.shape
+        q, k, v = (one(x).view(B, S, H, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
+        state, y = q.new_zeros(B, H, D // H, D // H), torch.zeros_like(v)
+        for i in range(0, S, 32):
+            at = slice(i, i + 32)
+            y[:, :, at] = q[:, :, at] @ state
+            state = state * torch.exp(-self.decay)[None, :, None, None] + k[:, :, at].transpose(-1, -2) @ v[:, :, at]
+        return x + self.out(y.transpose(1, 2).reshape(B, S, D))
+
+
+LAYERS = {"unknown": Layer, "heads": Heads, "causal": lambda: Heads(mask=True), "scan": Scan}
+
+
+def step(layer: nn.Module, x: Tensor, run, dtype: torch.dtype | None = None) -> list[Tensor]:
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        y = ckptkern.checkpoint(run, x, determinism_check="values")
+    seed = torch.Generator().manual_seed(1)
+    y.backward(torch.randn(y.shape, generator=seed).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def in_parts(layer: nn.Module, slices: int = 0, workspace: int = 2**16) -> tuple[Parts, object]:
+    parts = Parts()
+    parts.slices = slices
+    return parts, lambda x: parts(layer, workspace, (x,), {})
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-5) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= tolerance * max(float(one.norm()) for one in (b, theirs[0]))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("slices", [0, 3, 7])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_in_parts_is_the_layer(name, slices, batch):
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), torch.randn(batch, S, D)
+    parts, run = in_parts(layer, slices)
+    ours = step(layer, x, run)
+    (plan,) = parts.plans.values()
+    assert plan is not None, parts.why
+    assert len(plan.stages) > 1 or plan.stages[0].n == batch  # samples know nothing of each other
+    assert not slices or all(stage.length < stage.n for stage in plan.stages if stage.axes)
+    assert_close(ours, step(layer, x, layer.forward))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_under_autocast_and_in_16_bits(name):
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), torch.randn(2, S, D)
+    reference = copy.deepcopy(layer).double()
+    wanted = step(reference, x.double(), reference.forward)
+    for dtype, model in ((torch.bfloat16, layer), (None, copy.deepcopy(layer).bfloat16())):
+        x = x.to(next(model.parameters()).dtype)
+        theirs = step(model, x, model.forward, dtype)
+        parts, run = in_parts(model, 5)
+        ours = step(model, x, run, dtype)
+        assert all(parts.plans.values()), parts.why
+        for a, b, exact in zip(ours, theirs, wanted, strict=True):
+            assert a.dtype == b.dtype
+            assert (a - exact).norm() <= 2 * (b - exact).norm() + 1e-3 * exact.norm()
+
+
+def test_frozen_parameters_get_no_gradient_and_unused_ones_none():
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(1, S, D)
+    layer.unused = nn.Linear(2, 2)
+    layer.up.requires_grad_(False)
+    _, run = in_parts(layer, 4)
+    ckptkern.checkpoint(run, x).sum().backward()
+    assert layer.up.weight.grad is None
+    assert layer.unused.weight.grad is None
+    assert layer.out.weight.grad is not None
+
+
+def test_second_derivatives():
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(1, 16, D, requires_grad=True)
+    _, run = in_parts(layer, 3)
+    found = []
+    for forward in (run, layer.forward):
+        (gradient,) = torch.autograd.grad(forward(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), [x, layer.wide.weight]))
+    assert_close(*found, tolerance=1e-4)
+
+
+def test_what_samples_decides_or_writes_is_not_cut():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x * self.count.sum()
+
+    class Chooses(nn.Module):
+        def forward(self, x):
+            return x * x.sum(-1).topk(2, -1).values.sum()
+
+    for layer, why in ((nn.Dropout(0.5), "dropout|bernoulli|rand"), (Writes(), "add_"), (Chooses(), "topk")):
+        parts, run = in_parts(layer, 2)
+        x = torch.randn(2, 8, D)
+        torch.manual_seed(1)
+        ours = run(x)
+        torch.manual_seed(1)
+        assert ours.shape == x.shape
+        assert list(parts.plans.values()) == [None]
+        assert any(one in parts.why for one in why.split("|")), parts.why
+        if isinstance(layer, Writes):
+            assert layer.count.tolist() == [1, 1, 1]
+
+
+def test_a_length_is_planned_once_and_a_copy_plans_anew():
+    layer = Layer()
+    parts, run = in_parts(layer, 2)
+    for length in (16, 24, 16):
+        run(torch.randn(1, length, D))
+    assert len(parts.plans) == 2
+    assert copy.deepcopy(parts).plans == {}
