@@ -34,8 +34,9 @@ from ..ops.dispatch.choices import autocast_dtype, choose_workspace, own_modes
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
-from ..segments.parts import Parts, is_traced, traced_call
+from ..segments.parts import Parts
 from ..segments.reachable import makes_cached
+from ..segments.recorded import is_traced, traced_call
 from ..segments.segment import Span
 from ..state.modules import HOOKS
 from ..storage import Store
@@ -456,7 +457,7 @@ class General(Forward):
 
     parts: Parts | None = None
     how = ""  # it runs, if in parts
-    watch: Watch
+    watches: list[Watch]
 
     def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
         super().__init__(module, recompute)
@@ -465,7 +466,9 @@ class General(Forward):
     def cut(self, call: Call) -> None:
         """Runs it in parts from now on, if its inside can be watched."""
         with contextlib.suppress(Exception):  # whatever a forward makes of the call
-            self.watch = Watch(self.module, reads_of(self.module, call))
+            # and attributes that other calls may read
+            whole = dict.fromkeys(path for path, _ in self.module.named_modules())
+            self.watches = [Watch(self.module, reads) for reads in (reads_of(self.module, call), whole)]
             self.parts = Parts()
 
     def run(self, *args, **kwargs):
@@ -484,7 +487,7 @@ class General(Forward):
         others.append((name, self))
 
     def recomputed(self) -> Callable:
-        if self.parts is None or not self.watch.unchanged():
+        if self.parts is None or not all(watch.unchanged() for watch in self.watches):
             return super().recomputed()
         return functools.partial(MethodType(_in_parts, self.module), self.parts, self.workspace)
 

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import ops
 from ..ops.attention.core import in_context_parallel
-from ..segments.parts import is_traced, traced_call
+from ..segments.recorded import is_traced, traced_call
 
 NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
 ATTRIBUTE = "_attn_implementation_internal"  # of a configuration, which names the implementation

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -21,91 +20,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..ops.dispatch.choices import autocast_dtype
 from ..subclasses import PLAIN
 from .axes import Axis, name_of, tensors_of
+from .recorded import Changed, Recording, as_before, filled, held_by, recorded, traced_calls, unchanged
 from .stages import Call, Planner, Stage, Uncut, bytes_of
 
 aten = torch.ops.aten
 PLAIN_VALUES = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 DEPTH = 2  # of slices of slices
+GROWTHS = 3  # of what a module holds, such as a table for longer calls, after which a call is planned once more
 PLANS = 64  # of a layer that are remembered, the latest
 
 
-# -- modules that bound their own memory
-
-
-class _Tracing:
-    """Notes the calls of such modules while a forward is recorded."""
-
-    def __init__(self, root: nn.Module):
-        self.paths = {m: path for path, m in root.named_modules()}
-        self.calls: list[Call] = []
-
-
-_local = threading.local()
-
-
-class Place(int):
-    """Stands for a tensor in a list of others."""
-
-
-@contextlib.contextmanager
-def _traced(root: nn.Module | None) -> Iterator[_Tracing | None]:
-    before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
-    try:
-        yield _local.tracing
-    finally:
-        _local.tracing = before
-
-
-def is_traced() -> bool:
-    """Is a forward recorded in this thread?"""
-    return getattr(_local, "tracing", None) is not None
-
-
-def traced_call(
-    module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict[str, Any], along: str = "nothing"
-) -> Any:
-    """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
-    may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
-    flat, spec = tree_flatten((args, kwargs))
-    if any(isinstance(one, MutableMapping) for one in flat):
-        raise Uncut("it hands a mapping on")
-    tensors = [one for one in flat if isinstance(one, Tensor)]
-    places = iter(range(len(tensors)))
-    values = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
-    tracing = _local.tracing
-    call = Call(None if module is None else tracing.paths[module], spec, values, run=forward)
-    tracing.calls.append(call)
-    parameters = [] if module is None or along == "nothing" else list(module.parameters())
-    made = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
-    return tree_unflatten([made[one] if type(one) is Place else one for one in call.results], call.result_spec)
-
-
-def filled(values: list[Any], spec: Any, tensors: Sequence[Any]) -> Any:
-    return tree_unflatten([tensors[one] if type(one) is Place else one for one in values], spec)
-
-
-_library = torch.library.Library("ckptkern", "FRAGMENT")
-_library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str along) -> Tensor[]")
-
-
-@torch.library.register_fake("ckptkern::part", lib=_library)
-def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
-    call = _local.tracing.calls[place]
-    args, kwargs = filled(call.values, call.spec, tensors)
-    with _traced(None):
-        flat, call.result_spec = tree_flatten(call.run(*args, **kwargs))
-    made = [one for one in flat if isinstance(one, Tensor)]
-    places = iter(range(len(made)))
-    call.results = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
-    return [one.clone() for one in made]
-
+_planning = threading.RLock()
 
 # -- running
 
@@ -117,10 +48,17 @@ FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scal
 Modules = dict[str, nn.Module]
 
 
-def called(call: Call, tensors: list[Tensor], modules: Modules) -> list[Tensor]:
+def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
+    """parameters: what its module computes with, in place of its own, in their order."""
     args, kwargs = filled(call.values, call.spec, tensors)
-    function = call.run if call.path is None else modules[call.path].forward
-    return [one for one in tree_flatten(function(*args, **kwargs))[0] if isinstance(one, Tensor)]
+    if call.path is None:
+        made = call.run(*args, **kwargs)
+    else:
+        module = modules[call.path]
+        names = [name for name, _ in module.named_parameters()] if parameters else []
+        with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
+            made = module.forward(*args, **kwargs)
+    return [one for one in tree_flatten(made)[0] if isinstance(one, Tensor)]
 
 
 def run(
@@ -191,7 +129,9 @@ class Slices:
                 return made[one] if one in made else inputs[one, axes[one]]
 
             if call := stage.calls.get(node):
-                made[node] = called(call, [value(one) for one in node.args[0]], self.modules)
+                made[node] = called(
+                    call, [value(one) for one in node.args[0]], self.modules, [value(one) for one in node.args[1]]
+                )
             else:
                 made[node] = run(node, value, cut.sizes, count)
             for one in axes:
@@ -235,21 +175,11 @@ class _Sliced(torch.autograd.Function):
             return None, None, *_whole_gradients(stage, ctx.modules, ctx.saved_tensors, needs, grads)
         with torch.enable_grad(), _as_recorded():
             bases = [one.detach().requires_grad_(need) for one, need in zip(ctx.saved_tensors, needs, strict=True)]
-            # a call's module reads its own
-            own = {
-                node: p
-                for part, call in stage.calls.items()
-                if part.args[1]
-                for node, p in zip(part.args[1], ctx.modules[call.path].parameters(), strict=True)
-            }
             slices = Slices(stage, ctx.modules, bases)
             sums = {node: Gradient(value) for node in stage.inputs if (value := slices.values[node]).requires_grad}
             for first, count in slices.each():
                 inputs = {}
                 for node, axis in _reads(stage):
-                    if node in own:
-                        inputs[node, axis] = own[node]
-                        continue
                     one = slices.values[node].detach()
                     one = one if axis is None else axis.part(one, first, count).detach()
                     inputs[node, axis] = one.requires_grad_(node in sums)
@@ -374,7 +304,7 @@ class Plan:
         of = changed = node.args[0]
         while name_of(of) in ("detach", "alias"):
             of = of.args[0]
-        if of.op != "get_attr" or node.users or tensors_of(node) != [changed]:
+        if of.op != "get_attr" or self.held[of][1] != "_parameters" or node.users or tensors_of(node) != [changed]:
             return False
         self.writes.append((node, of))
         node.graph.erase_node(node)
@@ -387,7 +317,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.plans: collections.OrderedDict[Any, Plan | None] = collections.OrderedDict()
-        self.slices = 0
+        self.slices = self.changes = 0
         self.why = ""
 
     def __reduce__(self) -> tuple:  # a copy plans anew
@@ -404,7 +334,13 @@ class Parts:
             kinds.append(kind)
         spec = spec, tuple(kinds)
         plan = None
-        if not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        hooks = torch.nn.modules.module  # of all modules
+        if not (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or hooks._global_forward_hooks
+            or hooks._global_forward_pre_hooks
+        ):
             plan = self.plan_of(module, flat, spec, workspace)
         if plan is None or (not self.slices and 2 * plan.cost <= workspace):
             return type(module).forward(module, *args, **kwargs)
@@ -428,12 +364,25 @@ class Parts:
             self.why = "an argument is neither a tensor nor a plain value"
             return None
         kinds = [(one.shape, one.dtype, one.device) if isinstance(one, Tensor) else (type(one), one) for one in flat]
+        own = [one for m in module.modules() for d in (m._parameters, m._buffers) for one in d.items()]
+        if any(hasattr(one, "main_grad") for _, one in own):  # in which an op sums gradients itself
+            self.why = "a parameter has a main_grad"
+            return None
+        kinds += [(name, one if one is None else (one.shape, one.dtype)) for name, one in own]
         key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
-        if key in self.plans:
-            self.plans.move_to_end(key)
-            return self.plans[key]
+        with _planning:
+            if key in self.plans:
+                self.plans.move_to_end(key)
+                return self.plans[key]
+            return self.planned(key, module, flat, spec, workspace)
+
+    def planned(self, key: Any, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
         try:
             plan = planned(module, flat, spec, workspace, self.slices)
+        except Changed as error:
+            plan, self.why, self.changes = None, str(error), self.changes + 1
+            if self.changes <= GROWTHS:
+                return None
         except Exception as error:  # whatever a forward makes of fake tensors
             plan, self.why = None, f"{type(error).__name__}: {error}"
         self.plans[key] = plan
@@ -446,44 +395,6 @@ class Parts:
 DECIDES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsorted")
 
 
-@contextlib.contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
-    """Counts no calls, and logs no operator that does not run on fake tensors."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
-        for calls, before in counts:
-            calls.update(before)
-
-
-@contextlib.contextmanager
-def _fake_buffers(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """A forward that writes into a buffer writes into a fake tensor."""
-    places = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-    fakes = {id(b): mode.from_tensor(b) for _, _, b in places}
-    try:
-        for buffers, name, b in places:
-            buffers[name] = fakes[id(b)]
-        yield
-    finally:
-        for buffers, name, b in places:
-            buffers[name] = b
-
-
-def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
-    """Returns where parameters and buffers are, by id: the path of a module, its dict, and the name there."""
-    return {
-        id(value): (path, kind, name)
-        for path, m in module.named_modules()
-        for kind in ("_parameters", "_buffers")
-        for name, value in getattr(m, kind).items()
-    }
-
-
 def samples(node: fx.Node) -> bool:
     """Does it sample random numbers? Attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -492,14 +403,6 @@ def samples(node: fx.Node) -> bool:
         if one.name == "dropout_p":
             return (node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)) != 0
     return True
-
-
-def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors, whose modes alone see it."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    made.graph.eliminate_dead_code()
-    return made
 
 
 def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0) -> None:
@@ -546,13 +449,17 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         shared = [values[i](one) for i, one in zip(mappings, shared, strict=True)]
         for i, one in zip(mappings, shared, strict=True):
             values[i] = one
-        args, kwargs = tree_unflatten(values, spec[0])
-        result = type(module).forward(module, *args, **kwargs)
+        args, kwargs = given = tree_unflatten(values, spec[0])
+        with torch._C._EnableTorchFunction(), Recording():
+            result = type(module).forward(module, *args, **kwargs)
+        now, kind = tree_flatten(given)
+        if kind != spec[0] or any(one is not other for one, other in zip(now, values, strict=True)):
+            raise Uncut("it changes a list or a dict that it is given")
         result, plan.spec = tree_flatten((result, list(map(dict, shared))))
         return result
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _as_before(module), _fake_buffers(module, mode), _traced(module) as tracing:
+    with as_before(module), unchanged(module), traced_calls(module) as tracing:
         made = recorded(torch.func.functionalize(forward), [mode.from_tensor(flat[i].detach()) for i in places])
         held = held_by(module)
     inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
@@ -561,10 +468,13 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         if node.op == "get_attr":
             value = getattr(made, node.target)
             plan.held[node] = held.get(id(value), value)
-            if id(value) not in held and value.numel() > 1:
+            # torch.tensor(0.5) in a forward is copied before it is read
+            if id(value) not in held and any(name_of(user) != "lift_fresh_copy" for user in node.users):
                 raise Uncut("it reads a tensor that is neither a parameter nor a buffer")
             node.meta["val"] = value
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if name_of(node).startswith("as_strided"):
+                raise Uncut("it reads memory as this call laid it out")
             if name_of(node) in DECIDES:
                 raise Uncut(f"{node.target} decides what recompute has to decide alike")
             if node.target._schema.is_mutable and plan.takes(node):

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckptkern.segments.axes import RULES, VIEWS, Axis, axes_of, followed, name_of, shape_of, tensors_of
-from ckptkern.segments.parts import Parts, is_traced, run, traced_call
+from ckptkern.segments.parts import Parts, run
+from ckptkern.segments.recorded import is_traced, traced_call
 
 aten = torch.ops.aten
 LISTS = ("split", "split_with_sizes", "unbind", "part")

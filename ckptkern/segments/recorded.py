@@ -1,0 +1,163 @@
+"""Records a layer's forward as a graph of ATen operators, on fake tensors, and leaves the layer as it was.
+
+A call of a module that bounds its own memory, or of core attention, is one operator of the graph, `ckptkern::part`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import operator
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .stages import Call, Uncut
+
+
+class _Tracing:
+    """Notes the calls that become one operator while a forward is recorded."""
+
+    def __init__(self, root: nn.Module):
+        self.paths = {m: path for path, m in root.named_modules()}
+        self.calls: list[Call] = []
+
+
+_local = threading.local()
+
+
+class Place(int):
+    """Stands for a tensor in a list of others."""
+
+
+@contextlib.contextmanager
+def traced_calls(root: nn.Module | None) -> Iterator[_Tracing | None]:
+    """Notes such calls in a block; root: the module that is recorded, None to note nothing."""
+    before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
+    try:
+        yield _local.tracing
+    finally:
+        _local.tracing = before
+
+
+def is_traced() -> bool:
+    """Is a forward recorded in this thread?"""
+    return getattr(_local, "tracing", None) is not None
+
+
+def traced_call(
+    module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict[str, Any], along: str = "nothing"
+) -> Any:
+    """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
+    may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
+    flat, spec = tree_flatten((args, kwargs))
+    if any(isinstance(one, MutableMapping) for one in flat):
+        raise Uncut("it hands a mapping on")
+    tensors = [one for one in flat if isinstance(one, Tensor)]
+    places = iter(range(len(tensors)))
+    values = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
+    tracing = _local.tracing
+    call = Call(None if module is None else tracing.paths[module], spec, values, run=forward)
+    tracing.calls.append(call)
+    parameters = [] if module is None or along == "nothing" else list(module.parameters())
+    made = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
+    return tree_unflatten([made[one] if type(one) is Place else one for one in call.results], call.result_spec)
+
+
+def filled(values: list[Any], spec: Any, tensors: Sequence[Any]) -> Any:
+    return tree_unflatten([tensors[one] if type(one) is Place else one for one in values], spec)
+
+
+_library = torch.library.Library("ckptkern", "FRAGMENT")
+_library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str along) -> Tensor[]")
+
+
+@torch.library.register_fake("ckptkern::part", lib=_library)
+def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
+    call = _local.tracing.calls[place]
+    args, kwargs = filled(call.values, call.spec, tensors)
+    with traced_calls(None), torch._C.DisableTorchFunction():
+        flat, call.result_spec = tree_flatten(call.run(*args, **kwargs))
+    made = [one for one in flat if isinstance(one, Tensor)]
+    places = iter(range(len(made)))
+    call.results = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
+    return [one.clone() for one in made]
+
+
+@contextlib.contextmanager
+def as_before(module: nn.Module) -> Iterator[None]:
+    """Counts no calls, and logs no operator that does not run on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+        for calls, before in counts:
+            calls.update(before)
+
+
+class Changed(Uncut):
+    """Says that a forward changes what modules hold."""
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Gives modules back what they held, and raises Changed if the block changed it: attributes, buffers, containers."""
+    held = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
+    held += [one for m in module.modules() for one in vars(m).values() if type(one) in (list, dict, set)]
+    before = [(one, copy.copy(one)) for one in held]
+    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # into which a recording writes in truth
+    try:
+        yield
+    finally:
+        changed = False
+        for one, was in before:
+            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (one, was))
+            if len(now) != len(then) or not all(map(operator.is_, now, then)):
+                changed = True
+                one.clear()
+                (one.extend if isinstance(one, list) else one.update)(was)
+        for buffer, value, version in counters:
+            if buffer._version != version:
+                changed = True
+                buffer.copy_(value)
+    if changed:
+        raise Changed("its forward changes what a module holds")
+
+
+def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
+    """Returns where parameters and buffers are, by id: the path of a module, its dict, and the name there."""
+    return {
+        id(value): (path, kind, name)
+        for path, m in module.named_modules()
+        for kind in ("_parameters", "_buffers")
+        for name, value in getattr(m, kind).items()
+    }
+
+
+class Recording(TorchFunctionMode):
+    """Hides calls from other modes, and raises Uncut where a forward switches gradients off: the graph does not say where."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch._C._set_grad_enabled:
+            raise Uncut("it switches gradients on or off")
+        with torch._C.DisableTorchFunction():
+            return function(*args, **(kwargs or {}))
+
+
+def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
+    """Records a function of fake tensors, whose modes alone see it."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    made.graph.eliminate_dead_code()
+    return made
