@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -284,19 +283,6 @@ def _device(name: str, device: torch.device | str) -> torch.device:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python frees garbage of before the block after it: when it would is chance, and torch knows the size of what an earlier
-    profile saw allocated."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
     """Records the allocated memory on ``device`` over time inside the block.
 
@@ -315,7 +301,7 @@ def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below that it writes to stderr for every profile
     timeline, on = Timeline(), torch.profiler.ProfilerActivity
     activities = [on.CPU, on.CUDA] if device.type == "cuda" else [on.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler, _no_collection():
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         yield timeline
         if device.type == "cuda":
             torch.cuda.synchronize(device)

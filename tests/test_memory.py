@@ -122,24 +122,6 @@ def test_in_place_change_is_still_an_error():
         z.backward()
 
 
-def test_garbage_of_before_the_block_is_not_freed_in_it():
-    gc.collect()
-    with peak_memory("cpu"):
-        garbage = [torch.empty(1000)]
-        garbage.append(garbage)
-        del garbage
-    before = gc.get_threshold()
-    try:
-        with peak_memory("cpu") as peak:
-            gc.set_threshold(1)
-            held = [torch.empty(10) for _ in range(50)]
-    finally:
-        gc.set_threshold(*before)
-    assert peak.bytes == 2000
-    assert gc.isenabled()
-    del held
-
-
 def test_peak_on_cpu_is_the_allocator_peak():
     with peak_memory("cpu") as peak:
         a = torch.empty(1 << 20, dtype=torch.uint8)

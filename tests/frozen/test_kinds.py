@@ -1,6 +1,8 @@
 """Kinds of quantised weights: what each stands for, by its library's own function or by the publisher's formula, and what is
 refused."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +99,7 @@ def test_what_is_transient_is_counted(name, monkeypatch):
     monkeypatch.setattr(kinds, "AT_ONCE", 128 * frozen.shape[1])
     frozen.dequantize()  # a library's first call may make tables
     for dtype in (torch.bfloat16, torch.float32):
+        gc.collect()  # what is garbage would be freed inside
         with peak_memory("cpu") as peak:
             frozen.dequantize(dtype)
         made = frozen.numel() * dtype.itemsize
