@@ -128,8 +128,7 @@ def _in_parts(module: nn.Module, parts: Parts, workspace: int | str | None, *arg
     x = next((one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)), None)
     if x is None:
         return type(module).forward(module, *args, **kwargs)
-    with own_modes():
-        return parts(module, choose_workspace("convert", workspace, x), args, kwargs)
+    return parts(module, choose_workspace("convert", workspace, x), args, kwargs)
 
 
 WITH_WORKSPACE = frozenset(

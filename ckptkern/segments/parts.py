@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..ops.dispatch.choices import autocast_dtype
+from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import Axis, name_of, tensors_of
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, traced_calls, unchanged
@@ -351,8 +351,9 @@ class Parts:
         with torch.no_grad():
             for node, of in plan.writes:
                 node.target(values[of].data, *node.args[1:], **node.kwargs)
-        for stage in plan.stages:
-            run_stage(stage, values, modules)
+        with own_modes():  # what is fused inside is a stage of its own
+            for stage in plan.stages:
+                run_stage(stage, values, modules)
         result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
         for (_, one), held in zip(shared, now, strict=True):
             one.update(held)
