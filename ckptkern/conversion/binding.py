@@ -49,7 +49,7 @@ from .guard import Watch, reads_of
 from .reading import Argument, Probability, Reading
 from .report import AGAIN, RAN, Row, warn_of, warn_once
 from .sharding import set_class
-from .trace import Call, leaves_of, mapped, recomputed
+from .trace import Call, leaves_of, mapped, recomputed, tensors_in
 
 ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
@@ -124,11 +124,8 @@ def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **
             own.update(now)
 
 
-def _in_parts(module: nn.Module, parts: Parts, workspace: int | str | None, *args: Any, **kwargs: Any) -> Any:
-    x = next((one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)), None)
-    if x is None:
-        return type(module).forward(module, *args, **kwargs)
-    return parts(module, choose_workspace("convert", workspace, x), args, kwargs)
+def _in_parts(module: nn.Module, parts: Parts, workspace: int, *args: Any, **kwargs: Any) -> Any:
+    return parts(module, workspace, args, kwargs)
 
 
 WITH_WORKSPACE = frozenset(
@@ -229,7 +226,7 @@ class Forward:
 
     differs = False  # did the last call run otherwise than the row says?
     is_token_wise = False
-    is_region = True  # does it bound its own memory? A layer around it that runs in parts calls it as a whole
+    is_region = True  # it bounds its own memory: a layer around it that runs in parts calls it as a whole
     workspace: int | str | None = None
     store: Store | None = None
     group: tuple[Any, int] | None = None  # (a Group, its place there)
@@ -315,7 +312,7 @@ class Forward:
             run = functools.partial(type(self.module).forward, self.module)
             return checkpoint(run, *args, context_fn=context_fn, **kwargs)
         self.count("checkpointed", why)
-        run = self.recomputed()
+        run = self.recomputed(args, kwargs)
         hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
         if any(hooks):  # it recomputes with those that are now inside
             run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks])
@@ -325,8 +322,8 @@ class Forward:
         """Runs on fake tensors."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def recomputed(self) -> Callable:
-        """Returns what an activation checkpoint runs."""
+    def recomputed(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
+        """Returns what an activation checkpoint of this call runs."""
         return MethodType(type(self.module).forward, self.module)
 
 
@@ -485,10 +482,14 @@ class General(Forward):
                 return
         others.append((name, self))
 
-    def recomputed(self) -> Callable:
-        if self.parts is None or not all(watch.unchanged() for watch in self.watches):
-            return super().recomputed()
-        return functools.partial(MethodType(_in_parts, self.module), self.parts, self.workspace)
+    def recomputed(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
+        whole, x = super().recomputed(args, kwargs), next(iter(tensors_in((args, kwargs))), None)
+        if self.parts is None or x is None:
+            return whole
+        workspace = choose_workspace("convert", self.workspace, x)
+        if self.parts.fits(workspace, args, kwargs) or not all(watch.unchanged() for watch in self.watches):
+            return whole
+        return functools.partial(MethodType(_in_parts, self.module), self.parts, workspace)
 
 
 def kinds_inside(forward: Forward) -> list[tuple]:

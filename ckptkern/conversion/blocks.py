@@ -159,7 +159,7 @@ def named_errors() -> Iterator[None]:
         yield
     except Unreadable:
         raise
-    except Exception as problem:
+    except Exception as problem:  # a checkpoint of it may raise anything
         raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
 
 
@@ -174,6 +174,7 @@ def error_of(forward: General, calls: list[Call]) -> float | None:
     """Returns the error of a checkpoint that need not save less; None if the layer itself cannot be tried. Raises Unreadable if
     the checkpoint is wrong."""
     layer = None if holds_sharded(forward.module) else around(forward.module, calls)
+    parts, forward.parts = forward.parts, None  # nothing runs in parts that was not checked
     if layer is None:
         return None
     try:
@@ -182,6 +183,7 @@ def error_of(forward: General, calls: list[Call]) -> float | None:
         raise
     except Exception:  # whatever a forward makes of random parameters
         return None
+    forward.parts = parts
     with named_errors():
         return layer.check(forward, wanted)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +22,17 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
+from ..state import Precision
 from ..subclasses import PLAIN
 from .axes import Axis, name_of, tensors_of
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, traced_calls, unchanged
 from .stages import Call, Planner, Stage, Uncut, bytes_of
 
 aten = torch.ops.aten
-PLAIN_VALUES = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
+PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 DEPTH = 2  # of slices of slices
 GROWTHS = 3  # of what a module holds, such as a table for longer calls, after which a call is planned once more
 PLANS = 64  # of a layer that are remembered, the latest
@@ -49,7 +51,7 @@ Modules = dict[str, nn.Module]
 
 
 def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
-    """parameters: what its module computes with, in place of its own, in their order."""
+    """Runs a call. parameters: what its module computes with, in place of its own, in their order."""
     args, kwargs = filled(call.values, call.spec, tensors)
     if call.path is None:
         made = call.run(*args, **kwargs)
@@ -89,7 +91,7 @@ def run(
 
 @contextlib.contextmanager
 def _as_recorded() -> Iterator[None]:
-    """The graph has its casts, which autocast would make again."""
+    """Switches autocast off: the graph has its casts."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -98,10 +100,17 @@ def _as_recorded() -> Iterator[None]:
 
 
 class Slices:
-    """A stage's work on these values of its bases."""
+    """Runs a stage on these values of its bases, a slice at a time."""
 
-    def __init__(self, stage: Stage, modules: Modules, bases: Sequence[Tensor] | None = None):
-        self.stage, self.modules = stage, modules
+    def __init__(
+        self,
+        stage: Stage,
+        modules: Modules,
+        bases: Sequence[Tensor] | None = None,
+        precision: Precision | None = None,
+    ):
+        """precision: in which fused calls run."""
+        self.stage, self.modules, self.precision = stage, modules, precision or contextlib.nullcontext()
         if bases is not None:
             self.values: dict[fx.Node, Any] = dict(zip(stage.bases, bases, strict=True))
             for node in stage.before:
@@ -112,7 +121,7 @@ class Slices:
             yield first, min(self.stage.length, self.stage.n - first)
 
     def run(self, count: int, inputs: dict[tuple[fx.Node, Axis | None], Any], inside: bool = True) -> list[Any]:
-        """The stage's results of a slice. inputs: what it reads. inside: as planned by itself, if it is."""
+        """Returns the stage's results of a slice. inputs: what it reads. inside: as planned by itself, if it is."""
         stage, made = self.stage, {}
         if inside and stage.inside is not None:
             given, stages, ends = stage.inside
@@ -129,9 +138,9 @@ class Slices:
                 return made[one] if one in made else inputs[one, axes[one]]
 
             if call := stage.calls.get(node):
-                made[node] = called(
-                    call, [value(one) for one in node.args[0]], self.modules, [value(one) for one in node.args[1]]
-                )
+                tensors, parameters = ([value(one) for one in values] for values in node.args[:2])
+                with self.precision:
+                    made[node] = called(call, tensors, self.modules, parameters)
             else:
                 made[node] = run(node, value, cut.sizes, count)
             for one in axes:
@@ -145,15 +154,15 @@ def _reads(stage: Stage) -> list[tuple[fx.Node, Axis | None]]:
 
 
 class _Sliced(torch.autograd.Function):
-    """A stage in slices, which saves its bases."""
+    """Runs a stage in slices, and saves its bases."""
 
     @staticmethod
     def forward(ctx, stage, modules, *bases):
         ctx.set_materialize_grads(False)
-        ctx.stage, ctx.modules = stage, modules
+        ctx.stage, ctx.modules, ctx.precision = stage, modules, Precision()
         ctx.save_for_backward(*bases)
         with _as_recorded():
-            slices = Slices(stage, modules, bases)
+            slices = Slices(stage, modules, bases, ctx.precision)
             wholes = []
             for node in stage.results:
                 like = node.meta["val"]
@@ -172,10 +181,10 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx, *grads):
         stage, needs = ctx.stage, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph=True: all at once
-            return None, None, *_whole_gradients(stage, ctx.modules, ctx.saved_tensors, needs, grads)
+            return None, None, *_whole_gradients(ctx, needs, grads)
         with torch.enable_grad(), _as_recorded():
             bases = [one.detach().requires_grad_(need) for one, need in zip(ctx.saved_tensors, needs, strict=True)]
-            slices = Slices(stage, ctx.modules, bases)
+            slices = Slices(stage, ctx.modules, bases, ctx.precision)
             sums = {node: Gradient(value) for node in stage.inputs if (value := slices.values[node]).requires_grad}
             for first, count in slices.each():
                 inputs = {}
@@ -219,13 +228,11 @@ def gradients(
     return torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
-def _whole_gradients(
-    stage: Stage, modules: Modules, bases: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
+def _whole_gradients(ctx, needs: Sequence[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of the bases, with a graph."""
-    bases = [one.view_as(one) for one in bases]  # one may be computed of another
+    stage, bases = ctx.stage, [one.view_as(one) for one in ctx.saved_tensors]  # one may be computed of another
     with _as_recorded():
-        slices = Slices(stage, modules, bases)
+        slices = Slices(stage, ctx.modules, bases, ctx.precision)
         results = slices.run(stage.n, {(node, axis): slices.values[node] for node, axis in _reads(stage)}, inside=False)
     pairs = [(one, grad) for one, grad in zip(results, grads, strict=True) if grad is not None and one.requires_grad]
     wanted = [one for one, need in zip(bases, needs, strict=True) if need]
@@ -234,7 +241,7 @@ def _whole_gradients(
 
 
 class Gradient:
-    """The gradient of a value, summed over slices, in float32 at least."""
+    """Sums the gradient of a value over slices, in float32 at least."""
 
     def __init__(self, value: Tensor):
         self.like, self.sum, self.is_own = value, None, False
@@ -292,9 +299,8 @@ class Plan:
     output: fx.Node
     spec: Any = None
     cost: int = 0
-    writes: list[tuple[fx.Node, fx.Node]] = field(
-        default_factory=list
-    )  # operators, and the parameters that they change
+    # operators, and the parameters that they change
+    writes: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.stages))
@@ -311,28 +317,47 @@ class Plan:
         return True
 
 
+def _sizes(workspace: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list[int]]:
+    """Returns what two calls have alike whose sizes may be compared, and the sizes, of tensors that are not nested."""
+    shapes = [one.shape if isinstance(one, Tensor) else None for one in (*args, *kwargs.values())]
+    kind = workspace, *(None if shape is None else len(shape) for shape in shapes)
+    return kind, [size for shape in shapes if shape is not None for size in shape]
+
+
+class _Shared:
+    """Stands for a mapping in which layers hand tensors to later ones, to flatten it: what is made anew is another mapping."""
+
+    def __init__(self, mapping: MutableMapping):
+        self.mapping = mapping
+
+
+register_pytree_node(_Shared, lambda one: ([dict(one.mapping)], type(one.mapping)), lambda held, kind: kind(*held))
+
+
 class Parts:
-    """The forward of a module's class in parts. plans: by the kind of call; None where it runs as it is. slices: of each stage,
-    in a check; 0: as many as the workspace asks for. why: the last call was not cut."""
+    """Runs the forward of a module's class in parts. plans: by the kind of call; None where it runs as it is. slices: of each
+    stage, in a check; 0: as many as the workspace asks for. why: the cause why the last call was not cut."""
 
     def __init__(self) -> None:
         self.plans: collections.OrderedDict[Any, Plan | None] = collections.OrderedDict()
+        self.whole: dict[tuple, list[list[int]]] = {}  # sizes of calls that fit the workspace as they are
         self.slices = self.changes = 0
         self.why = ""
 
     def __reduce__(self) -> tuple:  # a copy plans anew
         return Parts, ()
 
+    def fits(self, workspace: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Returns whether a call at least as large as this one fits the workspace as it is, by a look at sizes."""
+        kind, sizes = _sizes(workspace, args, kwargs)
+        return not self.slices and any(all(map(operator.le, sizes, large)) for large in self.whole.get(kind, ()))
+
     def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         flat, spec = tree_flatten((args, kwargs))
-        shared = [(i, one) for i, one in enumerate(flat) if isinstance(one, MutableMapping)]
-        kinds = []
-        for i, one in shared:  # what layers hand to later ones
-            held, kind = tree_flatten(dict(one))
-            flat[i] = type(one)
-            flat += held
-            kinds.append(kind)
-        spec = spec, tuple(kinds)
+        shared = [one for one in flat if isinstance(one, MutableMapping)]
+        if shared:
+            named = [_Shared(one) if isinstance(one, MutableMapping) else one for one in flat]
+            flat, spec = tree_flatten(tree_unflatten(named, spec))
         plan = None
         hooks = torch.nn.modules.module  # of all modules
         if not (
@@ -343,6 +368,9 @@ class Parts:
         ):
             plan = self.plan_of(module, flat, spec, workspace)
         if plan is None or (not self.slices and 2 * plan.cost <= workspace):
+            if plan is not None:
+                kind, sizes = _sizes(workspace, args, kwargs)
+                self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
         values: dict[fx.Node, Any] = {node: flat[place] for node, place in plan.places.items()}
         modules = dict(module.named_modules())
@@ -355,7 +383,7 @@ class Parts:
             for stage in plan.stages:
                 run_stage(stage, values, modules)
         result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
-        for (_, one), held in zip(shared, now, strict=True):
+        for one, held in zip(shared, now, strict=True):
             one.update(held)
         return result
 
@@ -397,7 +425,7 @@ DECIDES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "bucket
 
 
 def samples(node: fx.Node) -> bool:
-    """Does it sample random numbers? Attention without dropout does not."""
+    """Returns whether it samples random numbers. Attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     for i, one in enumerate(node.target._schema.arguments):
@@ -434,6 +462,7 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
 
 
 def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
+    """Records a call with these values, flat, and cuts it. Raises Uncut, or whatever a forward makes of fake tensors."""
     places = [i for i, one in enumerate(flat) if isinstance(one, Tensor)]
     plan = Plan([], {}, {}, None)
 
@@ -441,22 +470,15 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         values = list(flat)
         for place, one in zip(places, tensors, strict=True):
             values[place] = one
-        held, shared = values[spec[0].num_leaves :], []
-        for kind in spec[1]:
-            shared.append(tree_unflatten(held[: kind.num_leaves], kind))
-            del held[: kind.num_leaves]
-        del values[spec[0].num_leaves :]
-        mappings = [i for i, one in enumerate(values) if isinstance(one, type) and issubclass(one, MutableMapping)]
-        shared = [values[i](one) for i, one in zip(mappings, shared, strict=True)]
-        for i, one in zip(mappings, shared, strict=True):
-            values[i] = one
-        args, kwargs = given = tree_unflatten(values, spec[0])
+        args, kwargs = given = tree_unflatten(values, spec)
+        before, kind = tree_flatten(given)
         with torch._C._EnableTorchFunction(), Recording():
             result = type(module).forward(module, *args, **kwargs)
-        now, kind = tree_flatten(given)
-        if kind != spec[0] or any(one is not other for one, other in zip(now, values, strict=True)):
+        now, after = tree_flatten(given)
+        if after != kind or any(one is not other for one, other in zip(now, before, strict=True)):
             raise Uncut("it changes a list or a dict that it is given")
-        result, plan.spec = tree_flatten((result, list(map(dict, shared))))
+        shared = [dict(one) for one in now if isinstance(one, MutableMapping)]
+        result, plan.spec = tree_flatten((result, shared))
         return result
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)

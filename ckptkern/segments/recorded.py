@@ -49,7 +49,7 @@ def traced_calls(root: nn.Module | None) -> Iterator[_Tracing | None]:
 
 
 def is_traced() -> bool:
-    """Is a forward recorded in this thread?"""
+    """Returns whether a forward is recorded in this thread."""
     return getattr(_local, "tracing", None) is not None
 
 

@@ -115,7 +115,7 @@ class Planner:
         self.output = next(node for node in graph.nodes if node.op == "output")
 
     def is_there(self, node: fx.Node) -> bool:
-        """Is it given, or computed of parameters alone?"""
+        """Returns whether it is given, or computed of parameters alone."""
         return node in self.given or node in self.fixed
 
     def plan(self) -> list[Stage]:
@@ -151,11 +151,11 @@ class Planner:
         return self.finished(best, needed)
 
     def merit(self, stage: Stage) -> tuple:
-        """What it spares besides what has to be handed to it."""
+        """Returns the bytes that a stage spares, less those that are handed to it, and its entries."""
         return stage.cost - 2 * sum(size_of(one) for one in stage.inputs if not self.is_there(one)), stage.n
 
     def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
-        """Does it, or what is shown with it, show all of what it is a view of? So does a view of what is there."""
+        """Returns whether it, with the other views that a stage reads, shows all of its source, or of what is there."""
         if name_of(view) == "getitem" and not name_of(view.args[0]).startswith(("split", "unbind")):
             return False
         (source,) = tensors_of(view)
@@ -179,7 +179,7 @@ class Planner:
         return self.finished(stage, needed)
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
-        """The stage with another result, if it shares work with it."""
+        """Returns the stage with another result, if that shares work with it."""
         if other in stage.nodes or other in stage.inputs:
             return stage
         mask = sum(1 << self.order[one] for one in (other, *stage.results))
@@ -204,7 +204,7 @@ class Planner:
         return best
 
     def grown(self, roots: dict[fx.Node, Axis], n: int) -> Stage | None:
-        """The stage of these results, cut along these axes; None if not even the last of them can be."""
+        """Returns the stage of these results, cut along these axes; None if one of them cannot be."""
         stage = Stage(n=n, results=list(roots))
         wanted: dict[fx.Node, set[Axis | None]] = {node: {axis} for node, axis in roots.items()}
         heap = [(-self.order[node], node.name, node) for node in wanted]

@@ -36,18 +36,26 @@ def bump(h: Tensor) -> Tensor:
     return torch.sin(h) * torch.exp(-h.square())
 
 
+class MLP(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.up, self.down, self.activation = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
 class Layer(nn.Module):
     def __init__(self, mixer, activation):
         super().__init__()
         self.norm, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
         self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-        self.mixer, self.activation = mixer, activation
+        self.mixer, self.mlp = mixer, MLP(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         x = x + self.out(self.mixer(self.q(h), self.k(h), self.v(h)))
-        return x + self.down(self.activation(self.up(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
@@ -112,13 +120,52 @@ def test_lengths_copies_hooks_and_changes(name):
                 assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
     assert conversion.calls["original"] == 0
     seen = []
-    model.layers[1].up.register_forward_hook(lambda *_: seen.append(1))
+    model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
     step(model, x)
     assert seen, "a hook inside runs"
     for layer in model.layers:
-        layer.activation = F.relu
+        layer.mlp.activation = F.relu
     changed = Model(KINDS[name][0], F.relu)
     for a, b in zip(step(model, x), step(changed, x), strict=True):
         assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3), "an attribute that changed counts"
     revert(model)
     assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+@pytest.mark.parametrize("name", ["mixer", "unknown"])
+def test_under_autocast(name):
+    """A fused MLP that runs for some tokens computes in autocast's dtype, in backward too."""
+    model, x = converted(name)[0], torch.randn(1, 1024, D)
+    reference = Model(*KINDS[name])
+    exact = step(copy.deepcopy(reference).double(), x.double())
+    seen = []
+    fused = model.layers[0].mlp.__dict__.get("forward")
+    if fused is not None:
+        run = fused.run
+        fused.run = lambda x: seen.append((x.shape[1], torch.is_autocast_enabled("cpu"))) or run(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (forward(x) for forward in (model, reference))
+    for y in (ours, theirs):
+        y.float().square().mean().backward()
+    assert ours.dtype == theirs.dtype
+    assert (name == "mixer") == any(tokens < x.shape[1] for tokens, _ in seen)
+    assert all(enabled for _, enabled in seen)
+    pairs = zip(
+        (ours, *(p.grad for p in model.parameters())), (theirs, *(p.grad for p in reference.parameters())), strict=True
+    )
+    for (a, b), right in zip(pairs, [exact[0], *exact[2:]], strict=True):
+        assert (a - right).norm() <= 2 * (b - right).norm() + 1e-3 * right.norm()
+
+
+def test_second_derivatives_and_parameters_of_a_call():
+    """A fused MLP that runs for some tokens computes with the parameters that its layer was called with."""
+    model, reference = converted("mixer")[0], Model(*KINDS["mixer"])
+    x, found = torch.randn(1, 600, D), []
+    for one in (model, reference):
+        parameters = dict(one.named_parameters())
+        other = {name: (1.1 * p).detach().requires_grad_() for name, p in parameters.items()}
+        loss = torch.func.functional_call(one, other, (x,)).square().mean()
+        first = torch.autograd.grad(loss, [*other.values()], create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [*other.values()])])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-4 * max(float(b.norm()), 1e-3)

@@ -187,6 +187,55 @@ SEGMENTS = [
         "self.stage.n - self.stage.length",
         ("tests/segments/test_axes.py -k whole",),
     ),
+    Fault(
+        "parts: a fused MLP in a slice runs without autocast",
+        "ckptkern/segments/parts.py",
+        "with «self.precision»: made[node] =",
+        "contextlib.nullcontext()",
+        ("tests/conversion/test_parts.py -k autocast",),
+    ),
+    Fault(
+        "parts: a fused MLP in a slice computes with its module's own parameters",
+        "ckptkern/segments/parts.py",
+        "names = [name for name, _ in module.named_parameters()] if «parameters» else []",
+        "None",
+        ("tests/conversion/test_parts.py -k 'second or lengths'",),
+    ),
+    Fault(
+        "parts: what a recording changed in a module stays",
+        "ckptkern/segments/recorded.py",
+        "if len(now) != len(then) or «not all(map(operator.is_, now, then))»:",
+        "False",
+        ("tests/segments/test_parts.py -k changes",),
+    ),
+    Fault(
+        "parts: a list that a forward fills stays empty",
+        "ckptkern/segments/parts.py",
+        "if after != kind or «any(one is not other for one, other in zip(now, before, strict=True))»:",
+        "False",
+        ("tests/segments/test_parts.py -k lists",),
+    ),
+    Fault(
+        "parts: gradients that a forward switches off flow",
+        "ckptkern/segments/recorded.py",
+        "if «function is torch._C._set_grad_enabled»:",
+        "False",
+        ("tests/segments/test_parts.py -k switches",),
+    ),
+    Fault(
+        "parts: a plan is of parameters of any kind",
+        "ckptkern/segments/parts.py",
+        "key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), «*kinds»)",
+        "*kinds[:1]",
+        ("tests/segments/test_parts.py -k another",),
+    ),
+    Fault(
+        "parts: second derivatives go through what a value is computed of, too",
+        "ckptkern/segments/parts.py",
+        "bases = ctx.stage, «[one.view_as(one) for one in ctx.saved_tensors]»",
+        "list(ctx.saved_tensors)",
+        ("tests/segments/test_parts.py -k second",),
+    ),
 ]
 
 STORAGE = [
