@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
+import torch
 from support.architectures import ARCHITECTURES, ids
 from torch import nn
 
@@ -54,9 +57,11 @@ def test_the_figure(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3_5", "Gemma4", "Mamba2", "GraniteMoeHybrid"])
-def test_layers_that_nothing_knows_take_far_less_than_under_checkpointing(name):
+def test_layers_that_nothing_knows_take_far_less_than_under_checkpointing(name, request):
     """Hybrids by PyTorch's delta rule and scans, and attention that no pattern reads, in parts."""
     pytest.importorskip("transformers")
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
     result = peaks.compare(name, 1024)
     assert not result.wrong
     assert result.layers == result.whole + result.checkpointed
