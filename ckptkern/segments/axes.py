@@ -334,7 +334,7 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         _split: "split split_with_sizes",
         _cat: "cat stack",
         _pad: "constant_pad_nd",
-        _reduction: "sum mean amax amin var logsumexp any prod linalg_vector_norm",
+        _reduction: "sum mean amax amin max min var logsumexp any prod linalg_vector_norm",
         _flip: "flip",
         _scatter: "select_scatter slice_scatter",
         _gemm: "mm addmm bmm baddbmm",

@@ -28,7 +28,7 @@ from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..state import Precision
 from ..subclasses import PLAIN
 from .axes import VIEWS, Axis, name_of, tensors_of
-from .decisions import INDICES, SELECTS
+from .decisions import INDICES
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, traced_calls, unchanged
 from .stages import Call, Planner, Stage, Uncut, bytes_of, may_be_trained
 
@@ -47,7 +47,7 @@ RESHAPED = (aten.view.default, aten._unsafe_view.default)  # slices are not laid
 # functions of torch, which `decisions` sees: a recompute has to decide alike
 DECIDES = {
     getattr(getattr(aten, name), overload): getattr(torch, name)
-    for name in (*SELECTS, *INDICES)
+    for name in ("topk", "sort", *INDICES)
     for overload in getattr(aten, name).overloads()
 }
 # whose fifth argument says whether backward will read what forward may leave out
@@ -492,7 +492,7 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
             values[place] = one
         args, kwargs = given = tree_unflatten(values, spec)
         before, kind = tree_flatten(given)
-        with torch._C._EnableTorchFunction(), Recording():
+        with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():
             result = type(module).forward(module, *args, **kwargs)
         now, after = tree_flatten(given)
         if after != kind or any(one is not other for one, other in zip(now, before, strict=True)):
