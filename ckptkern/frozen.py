@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map
 
 from .errors import DtypeError, ShapeError
@@ -62,13 +63,21 @@ class Layout(NamedTuple):
 Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors: the library's
 
 
+def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
+    """Of parts that have an entry for each expert, or are one for all."""
+    own = [part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts]
+    return layout._replace(shape=layout.shape[1:]), tuple(own)
+
+
 class Kind(NamedTuple):
     """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
-    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it."""
+    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it.
+    expert(parts, layout, e) -> what one of [E, n, k] is."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
     package: str = ""
+    expert: Callable[[Sequence[Tensor], Layout, int], Taken] = expert_by_slices
 
 
 def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None) -> Taken:
@@ -80,13 +89,13 @@ def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torc
     if scales is not None:
         raise TypeError("Frozen: scales are given without a kind; pass kind='block_fp8' or kind='mxfp4'")
     package = type(data).__module__.partition(".")[0]
-    if package == "bitsandbytes" and type(data).__name__ == "Params4bit":
-        return _of_bitsandbytes(data, dtype)
+    if (packed := packed_4bit(data)) is not None:
+        return _of_bitsandbytes(*packed, dtype)
     if package == "torchao" and type(data).__name__ in TORCHAO:
         return _of_torchao(data, dtype)
     raise TypeError(
-        f"Frozen: data must be bitsandbytes' Params4bit, a weight-only {', '.join(TORCHAO)} of torchao, or raw tensors "
-        f"with a kind, not {type(data).__module__}.{type(data).__name__}"
+        f"Frozen: data must be bitsandbytes' Params4bit or its parametrization alone, a weight-only {', '.join(TORCHAO)} of "
+        f"torchao, or raw tensors with a kind, not {type(data).__module__}.{type(data).__name__}"
     )
 
 
@@ -105,9 +114,9 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
 
 def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
     """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
-    if hasattr(data, "quant_state"):
-        state = data.quant_state
-        return state is not None and data.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
+    if (found := packed_4bit(data)) is not None:
+        packed, state = found
+        return state is not None and packed.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
     return data.qdata is parts[0] and data.scale is parts[1]
 
 
@@ -123,8 +132,18 @@ def why_not(data: Any) -> str:
 # -- bitsandbytes: NF4 and FP4
 
 
-def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> Taken:
-    state = data.quant_state
+def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
+    """(the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went through
+    bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
+    if isinstance(data, ParametrizationList):
+        alone = [type(one).__name__ for one in data] == ["Bnb4bitParametrization"]
+        return (data.original, data[0].quant_state) if alone else None
+    kind = type(data)
+    is_one = kind.__name__ == "Params4bit" and kind.__module__.startswith("bitsandbytes.")
+    return (data, data.quant_state) if is_one else None
+
+
+def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Taken:
     if state is None:
         raise ValueError("Frozen: the Params4bit is not quantised yet; move its module to its device first")
     if getattr(state, "packing_format_for_cpu", False):
@@ -138,12 +157,16 @@ def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> Taken:
             f"{state.dtype}"
         )
     shape = tuple(state.shape)
-    if len(shape) != 2 or -(-math.prod(shape) // 2) != data.numel() * data.element_size():
+    if len(shape) not in (2, 3) or -(-math.prod(shape) // 2) != packed.numel() * packed.element_size():
         raise ShapeError(
-            f"Frozen: the Params4bit has {data.numel() * data.element_size()} bytes for a weight of shape {shape}; it must be "
-            f"[out_features, in_features] with two values in each byte"
+            f"Frozen: the Params4bit has {packed.numel() * packed.element_size()} bytes for a weight of shape {shape}; it must "
+            f"be [out_features, in_features] or [experts, ...] with two values in each byte"
         )
-    parts, numbers = [data.data.as_subclass(Tensor), state.absmax], [state.blocksize]
+    if len(shape) == 3 and shape[2] % state.blocksize:  # whose other blocks 0.50's CPU kernel gives wrong scales
+        raise ShapeError(
+            f"Frozen: rows of the Params4bit of experts must be whole blocks of {state.blocksize} values, but it has shape {shape}"
+        )
+    parts, numbers = [packed.data.as_subclass(Tensor), state.absmax], [state.blocksize]
     if state.nested:
         parts += [state.offset, state.state2.absmax, state.state2.code]
         numbers += [state.state2.blocksize]
@@ -159,6 +182,24 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
     state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
     made = dtype if dtype in FLOATS else torch.float32
     return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
+
+
+def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
+    """One of [E, n, k], with float32 scales."""
+    from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+    packed, absmax, *nested = parts
+    blocksize, *inner = layout.numbers
+    numel = math.prod(layout.shape[1:])
+    first, stop = (at * numel // blocksize for at in (expert, expert + 1))
+    if nested:  # of the blocks of scales in which its own are
+        (offset, absmax2, code2), (size,) = nested, inner
+        begin, end = first // size, -(-stop // size)
+        state2 = QuantState(absmax2[begin:end], blocksize=size, code=code2, dtype=torch.float32)
+        absmax = dequantize_blockwise(absmax[begin * size : end * size], state2) + offset
+        first, stop = first - begin * size, stop - begin * size
+    packed = packed.view(torch.uint8).reshape(layout.shape[0], -1, 1)[expert]
+    return layout._replace(shape=layout.shape[1:], numbers=(blocksize,)), (packed, absmax[first:stop])
 
 
 # -- torchao: int8, int1 to int8, float8
@@ -278,10 +319,9 @@ def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tenso
 
 
 KINDS = {  # bytes as measured on a CPU, and a little more
-    "nf4": Kind(
-        _bitsandbytes, 0.25, "bitsandbytes"
-    ),  # of float32 scales; of all elements, because they are all at once
-    "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes"),
+    # of float32 scales; of all elements, because they are all at once
+    "nf4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
+    "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
     "int8": Kind(_torchao, 13, "torchao"),
     "intx": Kind(_torchao, 7, "torchao"),
     "float8": Kind(_torchao, 13, "torchao"),
@@ -340,15 +380,14 @@ class Frozen(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
         layout, parts, views = self.layout_, self.parts, self.layout_.views
-        dtype = dtype or layout.dtype
-        if views and len(layout.shape) == 3 and views[0][0] == "select.int" and views[0][1][0] == 0:  # of one expert
-            expert = views[0][1][1]
-            parts = tuple(part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts)
-            layout, views = layout._replace(shape=layout.shape[1:]), views[1:]
-        if parts[0].is_meta:
-            whole = parts[0].new_empty(layout.shape, dtype=dtype)
-        else:
-            with torch.no_grad():
+        dtype, chosen = dtype or layout.dtype, expert_of(layout)
+        with torch.no_grad():
+            if chosen is not None:
+                expert, views = chosen
+                layout, parts = KINDS[layout.kind].expert(parts, layout, expert)
+            if parts[0].is_meta:
+                whole = parts[0].new_empty(layout.shape, dtype=dtype)
+            else:
                 whole = dequantized(parts, layout, dtype)
         return viewed(whole.to(dtype), views)
 
@@ -413,6 +452,16 @@ class Frozen(Tensor):
             raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
         args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def expert_of(layout: Layout) -> tuple[int, tuple] | None:
+    """(which one, the views of it) of [E, n, k] of which views take one expert, before or after transposing all; None else."""
+    for i, (name, args, _) in enumerate(layout.views if len(layout.shape) == 3 else ()):
+        if name == "select.int" and args[0] == 0:
+            return args[1] % layout.shape[0], (("t.default", (), None),) * i + layout.views[i + 1 :]
+        if name != "transpose.int" or {dim % 3 for dim in args} != {1, 2}:
+            break
+    return None
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..frozen import Frozen, is_made_of
+from ..frozen import Frozen, is_made_of, packed_4bit
 from ..subclasses import PLAIN
 from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
@@ -33,8 +33,13 @@ class Parameter:
     owner: nn.Module
     frozen: Frozen | None = None  # stands in an op for one that is quantised
 
+    @property
+    def value(self) -> Any:
+        """The parameter, or what bitsandbytes has parametrized it by."""
+        return self.parameters[self.name] if packed_4bit(self.owner) is None else self.owner
+
     def __call__(self, call: Inputs) -> Tensor:
-        value, (_, form, part, count) = self.parameters[self.name], self.taken
+        value, (_, form, part, count) = self.value, self.taken
         if type(value) not in PLAIN and not isinstance(value, Frozen) and self.hold():
             value = self.frozen
         if form == "a":
@@ -50,7 +55,7 @@ class Parameter:
 
     def hold(self) -> bool:
         """Makes what stands for a quantised parameter, unless it is held, of these very tensors and in its module's dtype."""
-        value, held, dtype = self.parameters[self.name], self.frozen, compute_dtype(self.owner)
+        value, held, dtype = self.value, self.frozen, compute_dtype(self.owner)
         if held is None or not is_made_of(value, held.parts) or held.dtype != (dtype or held.dtype):
             self.frozen = Frozen(value, dtype=dtype)
         return True

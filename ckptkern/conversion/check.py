@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..frozen import Frozen
+from ..frozen import Frozen, packed_4bit
 from .protection import seeded
 from .quantized import is_quantised, multiplies_dequantised, setting
 from .trace import Unreadable
@@ -64,8 +64,8 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 
     def random_like(parameter: Tensor) -> Tensor:
         """Of a size at which scores and activations are of order 1, so that a wrong scale shows."""
-        if is_quantised(parameter):
-            frozen = Frozen(parameter)
+        if is_quantised(parameter) or id(parameter) in packed:
+            frozen = Frozen(packed.get(id(parameter), parameter))
             parameter = torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
         values = parameter.detach()
         if parameter.is_floating_point():
@@ -74,9 +74,15 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
             values = values * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * values
         return nn.Parameter(values, values.is_floating_point())
 
+    parametrized = [m for m in module.modules() if packed_4bit(m) is not None]
+    packed, dequantising = {id(one.original): one for one in parametrized}, [one[0] for one in parametrized]
     # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
-    with replacing(module, random_like, wide), setting(dequantised, "__class__", nn.Linear):
+    with (
+        replacing(module, random_like, wide),
+        setting(dequantised, "__class__", nn.Linear),
+        setting(dequantising, "__class__", nn.Identity),
+    ):
         yield
 
 

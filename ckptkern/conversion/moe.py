@@ -59,13 +59,13 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
     """moe_mlp's parameters among the module's own, and as `lora` the low-rank updates that wrappers of experts (`base_of`) add
     to their weights in a call. Raises Unreadable for what it does not take."""
-    (prefix, base), layout, found = base_of(module), experts_layout(module), {}
-    layers = {layout[f"{layer}_weight"]: layer for layer in LAYERS}
+    (_, base), layout, found = base_of(module), experts_layout(module), {}
+    layers = {layout[f"{layer}_weight"].removesuffix(".original").rpartition(".")[2]: layer for layer in LAYERS}
     path, wrapper = "", module
     while wrapper is not base:
         adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
-            layer = layers.get(prefix + wrapper.parameter_name)
+            layer = layers.get(wrapper.parameter_name)
             if layer is None or layer in found or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
             a, b = (

@@ -8,6 +8,7 @@ its input, is not fused: its forward is compared with the dequantised weight's.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..frozen import Frozen, why_not
+from ..frozen import Frozen, packed_4bit, why_not
 from ..subclasses import own_dispatch
 
 LIBRARIES = ("bitsandbytes", "torchao")
@@ -42,6 +43,9 @@ def why_unreadable(module: nn.Module) -> str:
             return f"a parameter is a {kind.__name__}"
         elif parameter.is_floating_point() and parameter.dtype.itemsize == 1:
             return f"{name} is {parameter.dtype}, whose scale only its module knows; pass ckptkern.Frozen to the op instead"
+    for path, m in module.named_modules():
+        if packed_4bit(m) is not None and (reason := why_not(m)):
+            return f"{path.replace('parametrizations.', '')} is parametrized by bitsandbytes. {reason}"
     return why_different(module)
 
 
@@ -93,6 +97,22 @@ def not_repacked(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keeps bitsandbytes from packing weights anew for inference, which it does in place, in a call without gradients, on a CPU
     with AVX512-BF16: training cannot read them then."""
     return setting([m for m in model.modules() if m.__dict__.get(REPACKS)], REPACKS, False)
+
+
+def removing_adapters() -> contextlib.AbstractContextManager[None]:
+    """Inside, peft's wrappers of experts remove after a call what they have parametrized by, also where bitsandbytes
+    parametrizes, too: peft 0.21.2 leaves it there, and its next call raises."""
+    kinds = [kind for kind in (getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None),) if kind]
+    own = [kind._remove_parametrizations for kind in kinds]
+
+    def remove(wrapper: Any) -> None:
+        found = wrapper.get_base_layer().parametrizations[wrapper.parameter_name]
+        if len(found) > 1:
+            del found[-1]
+        else:
+            own[0](wrapper)
+
+    return setting(kinds, "_remove_parametrizations", remove)
 
 
 def why_different(module: nn.Module) -> str:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import memory
+from ..frozen import Frozen, packed_4bit
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
@@ -230,7 +231,13 @@ def parts_of(values: Any) -> list[Tensor]:
 
 def owned_by(model: nn.Module) -> Names:
     """Returns the storages of parameters and buffers."""
-    return dict.fromkeys(memory.storages_of([*model.parameters(), *model.buffers()]))
+    return dict.fromkeys(memory.storages_of(held_by(model)))
+
+
+def held_by(model: nn.Module) -> list[Tensor]:
+    """Returns its parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
+    scales = (part for m in model.modules() if packed_4bit(m) is not None for part in Frozen(m).parts)
+    return [*model.parameters(), *model.buffers(), *scales]
 
 
 def as_input(tensor: Tensor) -> Tensor:
@@ -409,7 +416,7 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
     args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
         module.train()
-        with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
+        with memory.saved_tensors([*held_by(module), *shared]) as saved:
             run(*args, **kwargs)
     return saved.bytes
 
