@@ -11,6 +11,7 @@ formulas that their publishers' own code has.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from .errors import DtypeError, ShapeError
 from .extras import missing
+from .memory import placeholders
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -164,7 +166,7 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
         )
     if len(shape) == 3 and shape[2] % state.blocksize:  # whose other blocks 0.50's CPU kernel gives wrong scales
         raise ShapeError(
-            f"Frozen: rows of the Params4bit of experts must be whole blocks of {state.blocksize} values, but it has shape {shape}"
+            f"Frozen: rows of a Params4bit of experts must be whole blocks of {state.blocksize} values, but it is {shape}"
         )
     parts, numbers = [packed.data.as_subclass(Tensor), state.absmax], [state.blocksize]
     if state.nested:
@@ -176,30 +178,28 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
 def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    packed, absmax, *nested = parts
-    offset, absmax2, code2 = nested or (None, None, None)
-    blocksize, *inner = layout.numbers
-    state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
-    made = dtype if dtype in FLOATS else torch.float32
-    return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
+    made, scales = dtype if dtype in FLOATS else torch.float32, _scales(parts, layout, 0, len(parts[1]))
+    return dequantize_4bit(parts[0], QuantState(scales, layout.shape, None, layout.numbers[0], layout.kind, made))
+
+
+def _scales(parts: Sequence[Tensor], layout: Layout, first: int, stop: int) -> Tensor:
+    """Of these blocks, in float32; quantised ones are dequantised from the first of their own block on."""
+    from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+    _, absmax, *nested = parts
+    if not nested:
+        return absmax[first:stop]
+    (offset, scales, code), size = nested, layout.numbers[1]
+    begin = first // size
+    state = QuantState(scales[begin : -(-stop // size)], blocksize=size, code=code, dtype=torch.float32)
+    return dequantize_blockwise(absmax[begin * size : stop], state)[first - begin * size :] + offset
 
 
 def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    """One of [E, n, k], with float32 scales."""
-    from bitsandbytes.functional import QuantState, dequantize_blockwise
-
-    packed, absmax, *nested = parts
-    blocksize, *inner = layout.numbers
-    numel = math.prod(layout.shape[1:])
-    first, stop = (at * numel // blocksize for at in (expert, expert + 1))
-    if nested:  # of the blocks of scales in which its own are
-        (offset, absmax2, code2), (size,) = nested, inner
-        begin, end = first // size, -(-stop // size)
-        state2 = QuantState(absmax2[begin:end], blocksize=size, code=code2, dtype=torch.float32)
-        absmax = dequantize_blockwise(absmax[begin * size : end * size], state2) + offset
-        first, stop = first - begin * size, stop - begin * size
-    packed = packed.view(torch.uint8).reshape(layout.shape[0], -1, 1)[expert]
-    return layout._replace(shape=layout.shape[1:], numbers=(blocksize,)), (packed, absmax[first:stop])
+    blocks, packed = len(parts[1]) // layout.shape[0], parts[0].view(torch.uint8)
+    scales = _scales(parts, layout, expert * blocks, (expert + 1) * blocks)
+    own = packed.reshape(layout.shape[0], -1, 1)[expert], scales
+    return layout._replace(shape=layout.shape[1:], numbers=layout.numbers[:1]), own
 
 
 # -- torchao: int8, int1 to int8, float8
@@ -446,6 +446,8 @@ class Frozen(Tensor):
                 dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
                 parts = parts if device is None else tuple(part.to(device) for part in parts)
                 return _made(layout._replace(dtype=dtype), parts)
+        if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor is not type(args[1]):
+            return _grouped_mm(*args)
         changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
         if any(type(given.get(a.name)) is Frozen for a in changed):
@@ -455,13 +457,22 @@ class Frozen(Tensor):
 
 
 def expert_of(layout: Layout) -> tuple[int, tuple] | None:
-    """(which one, the views of it) of [E, n, k] of which views take one expert, before or after transposing all; None else."""
+    """(which one, the views of it) of [E, n, k] of which views take one expert, maybe after transposing all; None else."""
     for i, (name, args, _) in enumerate(layout.views if len(layout.shape) == 3 else ()):
         if name == "select.int" and args[0] == 0:
-            return args[1] % layout.shape[0], (("t.default", (), None),) * i + layout.views[i + 1 :]
-        if name != "transpose.int" or {dim % 3 for dim in args} != {1, 2}:
+            return args[1] % layout.shape[0], layout.views[:i] + layout.views[i + 1 :]
+        if name != "transpose.int" or sorted(args) != [-2, -1]:
             break
     return None
+
+
+def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
+    """torch's, with one expert after the other dequantised."""
+    y = x.new_zeros(len(x), weight.shape[2])
+    for expert, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+        if start < stop:
+            torch.mm(x[start:stop], weight[expert].dequantize(x.dtype), out=y[start:stop])
+    return y
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
@@ -473,6 +484,7 @@ def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
     return tensor
 
 
+@placeholders()
 def _like(layout: Layout) -> Tensor:
     return viewed(torch.empty(layout.shape, dtype=layout.dtype, device="meta"), layout.views)
 

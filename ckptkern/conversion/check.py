@@ -74,14 +74,13 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
             values = values * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * values
         return nn.Parameter(values, values.is_floating_point())
 
-    parametrized = [m for m in module.modules() if packed_4bit(m) is not None]
-    packed, dequantising = {id(one.original): one for one in parametrized}, [one[0] for one in parametrized]
+    packed = {id(m.original): m for m in module.modules() if packed_4bit(m) is not None}
     # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
     with (
         replacing(module, random_like, wide),
         setting(dequantised, "__class__", nn.Linear),
-        setting(dequantising, "__class__", nn.Identity),
+        setting([m[0] for m in packed.values()], "__class__", nn.Identity),
     ):
         yield
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import ParametrizationList
 
-from ..frozen import Frozen, packed_4bit, why_not
+from ..frozen import Frozen, why_not
 from ..subclasses import own_dispatch
 
 LIBRARIES = ("bitsandbytes", "torchao")
@@ -43,9 +44,6 @@ def why_unreadable(module: nn.Module) -> str:
             return f"a parameter is a {kind.__name__}"
         elif parameter.is_floating_point() and parameter.dtype.itemsize == 1:
             return f"{name} is {parameter.dtype}, whose scale only its module knows; pass ckptkern.Frozen to the op instead"
-    for path, m in module.named_modules():
-        if packed_4bit(m) is not None and (reason := why_not(m)):
-            return f"{path.replace('parametrizations.', '')} is parametrized by bitsandbytes. {reason}"
     return why_different(module)
 
 
@@ -99,20 +97,24 @@ def not_repacked(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return setting([m for m in model.modules() if m.__dict__.get(REPACKS)], REPACKS, False)
 
 
+class _Packed(ParametrizationList):
+    """Gives the weight that bitsandbytes has quantised as a Frozen, which is dequantised where it is read."""
+
+    def forward(self) -> Tensor:
+        return super().forward() if why_not(self) else Frozen(self)
+
+
+def read_packed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, a forward dequantises of experts that bitsandbytes has parametrized one after the other, and saves none."""
+    return setting([m for m in module.modules() if isinstance(m, ParametrizationList)], "__class__", _Packed)
+
+
 def removing_adapters() -> contextlib.AbstractContextManager[None]:
-    """Inside, peft's wrappers of experts remove after a call what they have parametrized by, also where bitsandbytes
-    parametrizes, too: peft 0.21.2 leaves it there, and its next call raises."""
-    kinds = [kind for kind in (getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None),) if kind]
-    own = [kind._remove_parametrizations for kind in kinds]
-
-    def remove(wrapper: Any) -> None:
-        found = wrapper.get_base_layer().parametrizations[wrapper.parameter_name]
-        if len(found) > 1:
-            del found[-1]
-        else:
-            own[0](wrapper)
-
-    return setting(kinds, "_remove_parametrizations", remove)
+    """Inside, peft removes its adapter of experts after each call, also where bitsandbytes parametrizes them, too: peft 0.21.2
+    does not know the kind that it prefers again."""
+    layer: Any = sys.modules.get("peft.tuners.lora.layer")
+    layers = [layer] if hasattr(layer, "_LoraFactorsProxy") else []
+    return setting(layers, "_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(torch.bmm(b, a) * scale))
 
 
 def why_different(module: nn.Module) -> str:

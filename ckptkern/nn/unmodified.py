@@ -57,11 +57,14 @@ def dormant(hooks: dict[int, Callable]) -> bool:
     collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
     wanted = collector.get() if collector is not None else None
     for hook in hooks.values():
-        if getattr(hook, "__module__", None) == CACHING:
-            continue
-        if collector is None or getattr(hook, "__module__", None) != CAPTURING:
+        owner = getattr(hook, "__module__", None)
+        if owner not in (CACHING, CAPTURING):
             return False
-        if wanted and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) in wanted:
+        if (
+            wanted
+            and owner == CAPTURING
+            and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted))) in wanted
+        ):
             return False
     return True
 
