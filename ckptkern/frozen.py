@@ -39,13 +39,14 @@ VIEWS = frozenset(
         aten.unsqueeze.default,
     )
 )
+SWAPS = {("transpose.int", (-2, -1))}  # of each expert
 SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
 _MARK = "frozen:"  # begins the string in which an op's options say which of its tensors are parts of a Frozen
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK = 128  # of block_fp8, in both dimensions
 GROUP = 32  # values that share a scale in mxfp4
 AT_ONCE = 2**20  # elements that are dequantised at a time where that has temporaries
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same negative
 TORCHAO = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "intx", "Float8Tensor": "float8"}
 OPTIONAL = {"Int8Tensor": ("zero_point",)}
 QUANTISES_INPUT = ("act_quant_kwargs", "activation_quantization", "act_quant_scale", "act_pre_scale")
@@ -110,7 +111,8 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
         return kind.dequantized(parts, layout, dtype)
     whole = parts[0].new_empty(layout.shape, dtype=dtype)
     for expert, made in enumerate(whole):
-        made.copy_(kind.dequantized([part[expert] for part in parts], layout._replace(shape=layout.shape[1:]), dtype))
+        own, values = kind.expert(parts, layout, expert)
+        made.copy_(kind.dequantized(values, own, dtype))
     return whole
 
 
@@ -137,12 +139,9 @@ def why_not(data: Any) -> str:
 def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
     """(the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went through
     bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
-    if isinstance(data, ParametrizationList):
-        alone = [type(one).__name__ for one in data] == ["Bnb4bitParametrization"]
-        return (data.original, data[0].quant_state) if alone else None
-    kind = type(data)
-    is_one = kind.__name__ == "Params4bit" and kind.__module__.startswith("bitsandbytes.")
-    return (data, data.quant_state) if is_one else None
+    if isinstance(data, ParametrizationList) and len(data) == 1 and hasattr(data[0], "quant_state"):
+        return data.original, data[0].quant_state
+    return (data, data.quant_state) if type(data).__name__ == "Params4bit" else None
 
 
 def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Taken:
@@ -159,14 +158,13 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
             f"{state.dtype}"
         )
     shape = tuple(state.shape)
-    if len(shape) not in (2, 3) or -(-math.prod(shape) // 2) != packed.numel() * packed.element_size():
+    bytes_, whole_rows = packed.numel() * packed.element_size(), len(shape) < 3 or shape[2] % state.blocksize == 0
+    # bitsandbytes 0.50's CPU kernel gives rows that are no whole blocks the scales of others
+    if len(shape) not in (2, 3) or not whole_rows or -(-math.prod(shape) // 2) != bytes_:
         raise ShapeError(
-            f"Frozen: the Params4bit has {packed.numel() * packed.element_size()} bytes for a weight of shape {shape}; it must "
-            f"be [out_features, in_features] or [experts, ...] with two values in each byte"
-        )
-    if len(shape) == 3 and shape[2] % state.blocksize:  # whose other blocks 0.50's CPU kernel gives wrong scales
-        raise ShapeError(
-            f"Frozen: rows of a Params4bit of experts must be whole blocks of {state.blocksize} values, but it is {shape}"
+            f"Frozen: the Params4bit has {bytes_} bytes for a weight of shape {shape}; it must "
+            f"be [out_features, in_features], or of experts [E, out_features, in_features] with rows of whole blocks of "
+            f"{state.blocksize} values, with two values in each byte"
         )
     parts, numbers = [packed.data.as_subclass(Tensor), state.absmax], [state.blocksize]
     if state.nested:
@@ -178,28 +176,23 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
 def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    made, scales = dtype if dtype in FLOATS else torch.float32, _scales(parts, layout, 0, len(parts[1]))
-    return dequantize_4bit(parts[0], QuantState(scales, layout.shape, None, layout.numbers[0], layout.kind, made))
-
-
-def _scales(parts: Sequence[Tensor], layout: Layout, first: int, stop: int) -> Tensor:
-    """Of these blocks, in float32; quantised ones are dequantised from the first of their own block on."""
-    from bitsandbytes.functional import QuantState, dequantize_blockwise
-
-    _, absmax, *nested = parts
-    if not nested:
-        return absmax[first:stop]
-    (offset, scales, code), size = nested, layout.numbers[1]
-    begin = first // size
-    state = QuantState(scales[begin : -(-stop // size)], blocksize=size, code=code, dtype=torch.float32)
-    return dequantize_blockwise(absmax[begin * size : stop], state)[first - begin * size :] + offset
+    packed, absmax, *nested = parts
+    offset, absmax2, code2 = nested or (None, None, None)
+    blocksize, *inner = layout.numbers
+    state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
+    made = dtype if dtype in FLOATS else torch.float32
+    return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
 
 
 def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    blocks, packed = len(parts[1]) // layout.shape[0], parts[0].view(torch.uint8)
-    scales = _scales(parts, layout, expert * blocks, (expert + 1) * blocks)
-    own = packed.reshape(layout.shape[0], -1, 1)[expert], scales
-    return layout._replace(shape=layout.shape[1:], numbers=layout.numbers[:1]), own
+    """Dequantises its scales, which begin anywhere in a block of them, as bitsandbytes' dequantize_blockwise does."""
+    packed, absmax, *nested = parts
+    packed, absmax = (part.view(layout.shape[0], -1)[expert] for part in (packed.view(torch.uint8), absmax))
+    if nested:
+        (offset, absmax2, code), blocks = nested, len(absmax)
+        block = torch.arange(blocks * expert, blocks * (expert + 1), device=absmax.device) // layout.numbers[1]
+        absmax = code[absmax.int()] * absmax2[block] + offset
+    return layout._replace(shape=layout.shape[1:], numbers=layout.numbers[:1]), (packed[:, None], absmax)
 
 
 # -- torchao: int8, int1 to int8, float8
@@ -293,7 +286,7 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
 def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
     blocks, scales = parts
-    table = torch.tensor(FP4, dtype=torch.float32, device=blocks.device)
+    table = torch.tensor([sign * value for sign in (1, -1) for value in FP4], dtype=torch.float32, device=blocks.device)
 
     def rows_of(rows: slice) -> Tensor:
         own = blocks[rows]
@@ -379,17 +372,14 @@ class Frozen(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
-        layout, parts, views = self.layout_, self.parts, self.layout_.views
-        dtype, chosen = dtype or layout.dtype, expert_of(layout)
-        with torch.no_grad():
-            if chosen is not None:
-                expert, views = chosen
-                layout, parts = KINDS[layout.kind].expert(parts, layout, expert)
-            if parts[0].is_meta:
-                whole = parts[0].new_empty(layout.shape, dtype=dtype)
-            else:
+        layout, parts = self.layout_, self.parts
+        dtype = dtype or layout.dtype
+        if parts[0].is_meta:
+            whole = parts[0].new_empty(layout.shape, dtype=dtype)
+        else:
+            with torch.no_grad():
                 whole = dequantized(parts, layout, dtype)
-        return viewed(whole.to(dtype), views)
+        return viewed(whole.to(dtype), layout.views)
 
     def whole(self) -> tuple[Frozen, tuple]:
         """(the whole weight, the views of it that this one is)."""
@@ -436,6 +426,9 @@ class Frozen(Tensor):
             layout, parts = first.layout_, first.parts
             if function in SAME:
                 return _made(layout, parts)
+            dim, expert = args[1:] if function is aten.select.int else (None, 0)
+            if dim == 0 and len(layout.shape) == 3 and {view[:2] for view in layout.views} <= SWAPS:
+                return _made(*KINDS[layout.kind].expert(parts, layout, expert % layout.shape[0]))
             if function in VIEWS and not kwargs:  # of what is dequantised
                 name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
                 results = function(_like(layout), *args[1:])
@@ -446,7 +439,7 @@ class Frozen(Tensor):
                 dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
                 parts = parts if device is None else tuple(part.to(device) for part in parts)
                 return _made(layout._replace(dtype=dtype), parts)
-        if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor is not type(args[1]):
+        if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor:
             return _grouped_mm(*args)
         changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
@@ -456,22 +449,12 @@ class Frozen(Tensor):
         return function(*args, **kwargs)
 
 
-def expert_of(layout: Layout) -> tuple[int, tuple] | None:
-    """(which one, the views of it) of [E, n, k] of which views take one expert, maybe after transposing all; None else."""
-    for i, (name, args, _) in enumerate(layout.views if len(layout.shape) == 3 else ()):
-        if name == "select.int" and args[0] == 0:
-            return args[1] % layout.shape[0], layout.views[:i] + layout.views[i + 1 :]
-        if name != "transpose.int" or sorted(args) != [-2, -1]:
-            break
-    return None
-
-
 def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
     """torch's, with one expert after the other dequantised."""
     y = x.new_zeros(len(x), weight.shape[2])
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
         if start < stop:
-            torch.mm(x[start:stop], weight[expert].dequantize(x.dtype), out=y[start:stop])
+            y[start:stop] = x[start:stop] @ weight[expert]
     return y
 
 

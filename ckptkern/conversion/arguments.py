@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..frozen import Frozen, is_made_of, packed_4bit
+from ..frozen import Frozen, is_made_of
 from ..subclasses import PLAIN
 from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
@@ -33,14 +33,10 @@ class Parameter:
     owner: nn.Module
     frozen: Frozen | None = None  # stands in an op for one that is quantised
 
-    @property
-    def value(self) -> Any:
-        """The parameter, or what bitsandbytes has parametrized it by."""
-        return self.parameters[self.name] if packed_4bit(self.owner) is None else self.owner
-
     def __call__(self, call: Inputs) -> Tensor:
-        value, (_, form, part, count) = self.value, self.taken
-        if type(value) not in PLAIN and not isinstance(value, Frozen) and self.hold():
+        value, (_, form, part, count) = self.parameters[self.name], self.taken
+        is_plain = type(value) in PLAIN and value.is_floating_point()
+        if not (is_plain or isinstance(value, Frozen)) and self.hold():
             value = self.frozen
         if form == "a":
             return value.unflatten(0, (count, -1))
@@ -55,7 +51,8 @@ class Parameter:
 
     def hold(self) -> bool:
         """Makes what stands for a quantised parameter, unless it is held, of these very tensors and in its module's dtype."""
-        value, held, dtype = self.value, self.frozen, compute_dtype(self.owner)
+        value, held, dtype = self.parameters[self.name], self.frozen, compute_dtype(self.owner)
+        value = self.owner if type(value) in PLAIN else value  # bitsandbytes' parametrization of it
         if held is None or not is_made_of(value, held.parts) or held.dtype != (dtype or held.dtype):
             self.frozen = Frozen(value, dtype=dtype)
         return True

@@ -99,9 +99,8 @@ def captured(model: nn.Module, call: Call) -> Probe:
 
 def count_hooks(module: nn.Module) -> int:
     """Of its hooks and parametrizations."""
-    parametrized = module._modules.get("parametrizations") or ()
-    inside = (len(parametrized[name]) for name in parametrized)
-    return len(module._forward_hooks) + len(module._forward_pre_hooks) + sum(inside)
+    parametrized = getattr(module, "parametrizations", {}).values()
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + sum(map(len, parametrized))
 
 
 # -- the model

@@ -24,11 +24,10 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of what is inside of wrappers, by path; of those that bitsandbytes has parametrized, the
     weights'."""
     path, base = base_of(module)
-    found = {path + name: tuple(p.shape) for name, p in base._parameters.items() if p is not None}
-    for name, one in (base._modules.get("parametrizations") or nn.ModuleDict()).items():
-        packed = packed_4bit(one)
-        if packed is not None or type(one[0]) is nn.Identity:  # which stands there while a weight is plain
-            found[f"{path}parametrizations.{name}.original"] = tuple((packed or (None, one.original))[1].shape)
+    found = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
+    for name, one in getattr(base, "parametrizations", {}).items():
+        if (packed := packed_4bit(one)) is not None:
+            found[f"{path}parametrizations.{name}.original"] = packed[1].shape
     return found
 
 

@@ -32,6 +32,7 @@ from ..ops.moe import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
+from .quantized import frozen_of, read_packed
 from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
 from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
@@ -326,12 +327,13 @@ def register_experts(name: str = "ckptkern", recompute: str = "full", workspace:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        with read_packed(module):
+            weights = map(frozen_of, (module.gate_up_proj, module.down_proj))
         return ops.moe_mlp(
             hidden_states,
             top_k_index,
             top_k_weights,
-            module.gate_up_proj,
-            module.down_proj,
+            *weights,
             _activation(module),
             gate_up_bias=getattr(module, "gate_up_proj_bias", None),
             down_bias=getattr(module, "down_proj_bias", None),

@@ -32,6 +32,11 @@ def is_quantised(parameter: object) -> bool:
     return type(parameter).__module__.partition(".")[0] in LIBRARIES
 
 
+def frozen_of(weight: Tensor) -> Tensor:
+    """What stands for a weight in an op: a Frozen if it is quantised and not trained, and Frozen takes it."""
+    return weight if not is_quantised(weight) or weight.requires_grad or why_not(weight) else Frozen(weight)
+
+
 def why_unreadable(module: nn.Module) -> str:
     """Which of its parameters no op takes, and why; "" if none."""
     for name, parameter in module.named_parameters():
@@ -79,9 +84,9 @@ def multiplies_dequantised(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def setting(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    """These have another value of an attribute for a while."""
-    before = [(m, getattr(m, name)) for m in modules]
+def setting(modules: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Those that have an attribute have another value of it for a while."""
+    before = [(m, getattr(m, name)) for m in modules if hasattr(m, name)]
     for m, _ in before:
         setattr(m, name, value)
     try:
@@ -104,17 +109,21 @@ class _Packed(ParametrizationList):
         return super().forward() if why_not(self) else Frozen(self)
 
 
+def packed_in(module: nn.Module) -> list[ParametrizationList]:
+    """What stands for the parameters inside that bitsandbytes has quantised in 4 bits, if Frozen takes them."""
+    return [m for m in module.modules() if isinstance(m, ParametrizationList) and not why_not(m)]
+
+
 def read_packed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, a forward dequantises of experts that bitsandbytes has parametrized one after the other, and saves none."""
-    return setting([m for m in module.modules() if isinstance(m, ParametrizationList)], "__class__", _Packed)
+    return setting(packed_in(module), "__class__", _Packed)
 
 
 def removing_adapters() -> contextlib.AbstractContextManager[None]:
     """Inside, peft removes its adapter of experts after each call, also where bitsandbytes parametrizes them, too: peft 0.21.2
     does not know the kind that it prefers again."""
     layer: Any = sys.modules.get("peft.tuners.lora.layer")
-    layers = [layer] if hasattr(layer, "_LoraFactorsProxy") else []
-    return setting(layers, "_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(torch.bmm(b, a) * scale))
+    return setting([layer], "_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(scale * b @ a))
 
 
 def why_different(module: nn.Module) -> str:

@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import memory
-from ..frozen import Frozen, packed_4bit
+from ..frozen import Frozen
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .calls import keywords_of, parameters_of
 from .protection import gradients_unmoved, seeded, unmoved
+from .quantized import packed_in
 from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
@@ -236,8 +237,7 @@ def owned_by(model: nn.Module) -> Names:
 
 def held_by(model: nn.Module) -> list[Tensor]:
     """Returns its parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
-    scales = (part for m in model.modules() if packed_4bit(m) is not None for part in Frozen(m).parts)
-    return [*model.parameters(), *model.buffers(), *scales]
+    return [*model.parameters(), *model.buffers(), *map(Frozen, packed_in(model))]
 
 
 def as_input(tensor: Tensor) -> Tensor:
