@@ -331,7 +331,8 @@ class Frozen(Tensor):
 
     data: a quantised weight with its own numbers,
 
-        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k];
+        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k] or [E, n, k], or what parametrizes
+        a parameter `name` after its replace_parameter_4bit, module.parametrizations.name;
         torchao's Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor, weight-only, [n, k] or [E, n, k];
 
     or raw tensors of a `kind`,
