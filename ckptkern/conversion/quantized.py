@@ -121,7 +121,7 @@ def read_packed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def removing_adapters() -> contextlib.AbstractContextManager[None]:
     """Inside, peft removes its adapter of experts after each call, also where bitsandbytes parametrizes them, too: peft 0.21.2
-    does not know the kind that it prefers again."""
+    does not know again the kind that it prefers. The other forms what it adds to a weight, also in the step before convert."""
     layer: Any = sys.modules.get("peft.tuners.lora.layer")
     return setting([layer], "_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(scale * b @ a))
 
