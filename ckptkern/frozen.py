@@ -91,10 +91,9 @@ def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torc
         return _raw(data, scales, kind, dtype or torch.bfloat16)
     if scales is not None:
         raise TypeError("Frozen: scales are given without a kind; pass kind='block_fp8' or kind='mxfp4'")
-    package = type(data).__module__.partition(".")[0]
     if (packed := packed_4bit(data)) is not None:
         return _of_bitsandbytes(*packed, dtype)
-    if package == "torchao" and type(data).__name__ in TORCHAO:
+    if type(data).__module__.startswith("torchao.") and type(data).__name__ in TORCHAO:
         return _of_torchao(data, dtype)
     raise TypeError(
         f"Frozen: data must be bitsandbytes' Params4bit or its parametrization alone, a weight-only {', '.join(TORCHAO)} of "
@@ -227,11 +226,12 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 
     def of(parts: Sequence[Tensor]) -> Tensor:
         if layout.kind == "int8":
-            return quantization.Int8Tensor(*parts[:2], block, own, *parts[2:]).dequantize()
-        if layout.kind == "float8":
-            return quantization.Float8Tensor(*parts, block_size=block, dtype=own).dequantize()
-        kind = quantization.IntxUnpackedToInt8Tensor
-        return kind(*parts, getattr(torch, target), tuple(block), own, None).dequantize()
+            made = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
+        elif layout.kind == "float8":
+            made = quantization.Float8Tensor(*parts, block_size=block, dtype=own)
+        else:
+            made = quantization.IntxUnpackedToInt8Tensor(*parts, getattr(torch, target), tuple(block), own, None)
+        return made.dequantize()
 
     if len(layout.shape) == 3 or block[0] != 1:
         return of(parts)
@@ -442,9 +442,9 @@ class Frozen(Tensor):
                 return _made(layout._replace(dtype=dtype), parts)
         if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor:
             return _grouped_mm(*args)
-        changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
-        if any(type(given.get(a.name)) is Frozen for a in changed):
+        given = zip(function._schema.arguments, args, strict=False)
+        changed = [one for a, one in given if a.alias_info is not None and a.alias_info.is_write]
+        if Frozen in map(type, (*changed, *(kwargs.values() if function._schema.is_mutable else ()))):
             raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
         args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
         return function(*args, **kwargs)

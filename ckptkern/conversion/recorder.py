@@ -232,10 +232,10 @@ def parts_of(values: Any) -> list[Tensor]:
 
 def owned_by(model: nn.Module) -> Names:
     """Returns the storages of parameters and buffers."""
-    return dict.fromkeys(memory.storages_of(held_by(model)))
+    return dict.fromkeys(memory.storages_of(owned_tensors(model)))
 
 
-def held_by(model: nn.Module) -> list[Tensor]:
+def owned_tensors(model: nn.Module) -> list[Tensor]:
     """Returns its parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
     return [*model.parameters(), *model.buffers(), *map(Frozen, packed_in(model))]
 
@@ -416,7 +416,7 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
     args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
         module.train()
-        with memory.saved_tensors([*held_by(module), *shared]) as saved:
+        with memory.saved_tensors([*owned_tensors(module), *shared]) as saved:
             run(*args, **kwargs)
     return saved.bytes
 
