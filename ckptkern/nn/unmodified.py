@@ -55,16 +55,12 @@ def dormant(hooks: dict[int, Callable]) -> bool:
     """Do none of these change anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
     collect what a call asks for."""
     collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
-    wanted = collector.get() if collector is not None else None
     for hook in hooks.values():
         owner = getattr(hook, "__module__", None)
         if owner not in (CACHING, CAPTURING):
             return False
-        if (
-            wanted
-            and owner == CAPTURING
-            and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted))) in wanted
-        ):
+        wanted = collector.get() if owner == CAPTURING and collector is not None else None
+        if wanted and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted))) in wanted:
             return False
     return True
 
