@@ -153,7 +153,8 @@ def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
 
 
 def act_fwd(z, u, activation):
-    return act(z, activation) if u is None else act(z, activation) * u
+    h = ACTIVATIONS[activation].act(z)
+    return h if u is None else h * u
 
 
 def relu_bits(h):
