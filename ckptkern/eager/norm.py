@@ -33,10 +33,12 @@ def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=Fal
         x = (upcast(x, x) + upcast(addend, x)).to(x.dtype)
     wide, weight, bias = upcast(x, x), upcast(weight, x), upcast(bias, x)
     if kind == "layer":
-        xn = F.layer_norm(wide, x.shape[-1:], weight, bias, eps)
+        # torch's second derivative of layer_norm with a bias and no weight is None
+        within, bias = (None, bias) if weight is None else (bias, None)
+        xn = F.layer_norm(wide, x.shape[-1:], weight, within, eps)
     else:
         xn = F.rms_norm(wide, x.shape[-1:], weight, eps)
-        xn = xn if bias is None else xn + bias
+    xn = xn if bias is None else xn + bias
     xn = xn.to(out_dtype)
     return (xn, x) if keep_sum else xn
 

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import Late, PartGrads, Place, WeightGrad, add_matmul
-from ..registration.op import SublayerOp, needed_names
-from ..sublayer.lora import LowRank, names_of
-from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
+from ..registration.op import SublayerOp, needed_names, row_count, rows_2d
+from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
+from ..sublayer.residual import OF_NORM, RandomStates, Sublayer, reference_inputs, reference_output
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import Division, PositionTensors, batch_and_rows
+from .tensors import LAYERS, Division, PositionTensors, batch_and_rows
 
 # Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
 # values that its gradient is formed of, beside the quantity's own gradient and the parameters.
@@ -101,6 +101,11 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
     return context.own(t.cos, -2), context.own(t.sin, -2)
 
 
+def update_of(letter: str, rows: int, t: Any, o: Any) -> LowRank | None:
+    """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
+    return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
+
+
 def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
     masks = t.mask is not None or t.padding is not None
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
@@ -120,6 +125,7 @@ class CoreSublayer(Sublayer):
     division, of_heads     how many groups there are, and along which dimension of a tensor its heads are
     source, source_values  what projections read, and which quantities it is for
     projected              q, k, v of all heads, as they are saved
+    reference_heads        (h, t, o) -> q, k, v [B, S, heads, D], the gate of o or None, in differentiable PyTorch ops
     heads                  q, k, v as the core reads them
     add_projection_gradients, input_gradient
     """
@@ -416,6 +422,18 @@ class CoreOp(SublayerOp):
     @classmethod
     def gradients(cls, dy, x, t, o, saved, needs):
         return cls.Sublayer(x, t, o, shares=True).backward(dy, saved, needs)
+
+    @classmethod
+    def in_torch_ops(cls, x, t, o):
+        """Raises NotImplementedError for a part of a sequence."""
+        if o.context is not None:
+            raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
+        *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
+        out = eager.attention_reference(*(one.transpose(1, 2) for one in heads), sublayer_core(t, o)).transpose(1, 2)
+        out = out if gate is None else out * torch.sigmoid(gate)
+        out = out.reshape(*x.shape[:-1], t.wo.shape[1])
+        f = reference_linear(out, t.wo, t.bo, update_of("o", row_count(x), t, o))
+        return reference_output(x, f, t, o)
 
 
 def constants_of(kind: type) -> frozenset[int]:

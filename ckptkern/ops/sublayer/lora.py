@@ -158,6 +158,12 @@ def grouped_low_rank(
     return found
 
 
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None, update: LowRank | None = None) -> Tensor:
+    """A layer in differentiable PyTorch ops, of x [..., d]."""
+    y = F.linear(x, cast_parameter(weight, x.dtype), cast_parameter(bias, x.dtype))
+    return y if update is None else y + update.reference(x)
+
+
 def names_of(layer: str) -> tuple[str, str]:
     """Returns the fields of a sublayer's tensors that hold a layer's A and B."""
     return f"{layer}_lora_a", f"{layer}_lora_b"

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ...errors import ShapeError
@@ -428,21 +427,10 @@ class RowsOp(SublayerOp):
         return sublayer.finished(grads | sums.results(), need)
 
 
-def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """A norm in differentiable PyTorch ops."""
-    weight = cast_parameter(weight, x.dtype)
-    if kind == "layer":
-        # the bias is added apart: without a weight, torch's second derivative of layer_norm with a bias is None
-        y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
-    else:
-        y = F.rms_norm(x, x.shape[-1:], weight, eps)
-    return y if bias is None else y + cast_parameter(bias, x.dtype)
-
-
 def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
     """What the branch reads, in differentiable PyTorch ops."""
     leading = o.norm and o.norm_first
-    h = reference_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x
+    h = eager.norm_fwd(x, t.norm_weight, t.norm_bias, o.norm_eps, o.norm, x.dtype) if leading else x
     wide = torch.promote_types(x.dtype, o.dtype)
     if t.norm_scale is not None:
         h = h.to(wide) * cast_parameter(at_samples(t.norm_scale, x) + 1, wide)
@@ -456,7 +444,7 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
     z = z.to(torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype)
     if o.post_norm:
-        z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
+        z = eager.norm_fwd(z, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, z.dtype)
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
     z = z if t.layer_scale is None else z * at_samples(cast_parameter(t.layer_scale, z.dtype), x)
     if t.path_rng is not None:
@@ -465,7 +453,7 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
         z = z * ones.view(samples)
     y = x + z if o.residual else z
     trailing = o.norm and not o.norm_first
-    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if trailing else y
+    return eager.norm_fwd(y, t.norm_weight, t.norm_bias, o.norm_eps, o.norm, y.dtype) if trailing else y
 
 
 def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
