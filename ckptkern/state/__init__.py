@@ -65,11 +65,6 @@ _rng_state_op = torch.ops.ckptkern.rng_state.default
 _keep_mask_op = torch.ops.ckptkern.keep_mask.default
 
 
-def philox4x32_10(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Runs one Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
-    return tuple(_C.philox4x32_10(key, counter))
-
-
 def draw(like: Tensor) -> Tensor:
     """Creates a random state, int64[2], from torch's generator of like's device.
 

@@ -116,10 +116,14 @@ def check_environment() -> Iterator[Result]:
 
 
 def check_philox() -> Iterator[Result]:
-    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors)."""
-    words = state.philox4x32_10(0, (0, 0, 0, 0))
-    wanted = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    yield "Philox4x32-10, known answer", None if words == wanted else f"got {[hex(word) for word in words]}"
+    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its value of 16
+    bits, and drops it above."""
+    wrong, zeros = [], torch.zeros(2, dtype=torch.int64)
+    for place, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
+        for half, value in enumerate((word & 0xFFFF, word >> 16)):
+            kept = [bool(state.keep_mask(zeros, (value + i) / 65536, 9, 25)[8 * half, 8 * place]) for i in (0, 1)]
+            wrong += [] if kept == [True, False] else [f"{value:#x}"]
+    yield "Philox4x32-10, known answer", f"other values than {', '.join(wrong)}" if wrong else None
 
 
 def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
