@@ -121,8 +121,8 @@ def check_philox() -> Iterator[Result]:
     wrong, zeros = [], torch.zeros(2, dtype=torch.int64)
     for place, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
         for half, value in enumerate((word & 0xFFFF, word >> 16)):
-            kept = [bool(state.keep_mask(zeros, (value + i) / 65536, 9, 25)[8 * half, 8 * place]) for i in (0, 1)]
-            wrong += [] if kept == [True, False] else [f"{value:#x}"]
+            is_there = [bool(state.keep_mask(zeros, (value + i) / 65536, 9, 25)[8 * half, 8 * place]) for i in (0, 1)]
+            wrong += [] if is_there == [True, False] else [f"{value:#x}"]
     yield "Philox4x32-10, known answer", f"other values than {', '.join(wrong)}" if wrong else None
 
 
