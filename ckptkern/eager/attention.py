@@ -140,23 +140,24 @@ def attn_grads(
 ) -> tuple:
     """(dq, dk, dv, dmask, dslopes): all gradients from o and lse in one pass over the scores; None for what is not needed.
 
-    outs: tensors that dq, dk and dv are written to; torch's own kernels may make new ones instead. dmask_shape: of the mask
-    that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several masks.
+    o: None where delta is at hand and flash attention is not to run. outs: tensors that dq, dk and dv are written to; torch's
+    own kernels, and packed sequences, may make new ones instead. dmask_shape: of the mask that trains; dimensions of 1 are
+    summed over, and core.mask may be larger: that of a sum of several masks.
     """
     of_scores, needs = dmask_shape is not None or need_dslopes, {"need_dq": need_dq, "need_dkv": need_dkv}
     if core.fused:
         made = fused_attn_bwd(q, k, v, do, o, lse, core)
     elif is_packed(q, core):
         made = each_sequence(
-            lambda q, do, o, lse, k, v, own: attn_grads(q, k, v, do, o, lse, own, **needs)[:3],
+            lambda q, do, o, lse, delta, k, v, own: attn_grads(q, k, v, do, o, lse, own, delta=delta, **needs)[:3],
             core,
-            (q, do, o, lse),
+            (q, do, o, lse, delta),
             (k, v),
             key_results=2,
         )
     # Where lse has lost log(sum) to rounding, probabilities, which flash attention's backward takes from it, are wrong by a
     # factor: with large scores, and in a row that sees nothing but columns that a large finite number hides.
-    elif not of_scores and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
+    elif not of_scores and o is not None and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
         made = flash_bwd(q, k, v, do, o, lse, core, outs)
     else:
         delta = attn_delta(o, do, core) if delta is None else delta
@@ -199,19 +200,9 @@ def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmas
 
 
 def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
-    """(dq, dk, dv) from lse and delta, written into the given tensors or into new ones."""
-    if is_packed(q, core):
-        needs = {"need_dq": need_dq, "need_dkv": need_dkv}
-        made = each_sequence(
-            lambda q, do, lse, delta, k, v, own: attn_bwd(q, k, v, do, lse, delta, own, **needs),
-            core,
-            (q, do, lse, delta),
-            (k, v),
-            key_results=2,
-        )
-        outs = zip(made, (dq, dk, dv), strict=True)
-        return tuple(value if value is None or out is None else out.copy_(value) for value, out in outs)
-    return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, None, False, (dq, dk, dv))[:3]
+    """(dq, dk, dv) from lse and delta, as `attn_grads`."""
+    needs = {"need_dq": need_dq, "need_dkv": need_dkv, "outs": (dq, dk, dv)}
+    return attn_grads(q, k, v, do, None, lse, core, delta=delta, **needs)[:3]
 
 
 def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
