@@ -1,4 +1,5 @@
-"""The eager backend: every launcher of `triton_kernels` again in PyTorch ops, in the file of the same name.
+"""The eager backend: every launcher of `triton_kernels`, but those of narrow chains, again in PyTorch ops, in the file of the
+same name.
 
 It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the reference
 implementation that the kernels are tested against, the CPU path, and what runs where no kernel covers a case.
@@ -56,4 +57,3 @@ from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm, u
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
-from .stack import pack_stack, stack_bwd, stack_fwd, stack_width

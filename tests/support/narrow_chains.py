@@ -1,4 +1,5 @@
-"""Narrow chains of Linear + activation: the reference implementations of triton_kernels/stack.py, layer by layer.
+"""The eager backend, and the launchers of narrow chains of Linear + activation (triton_kernels/stack.py) layer by layer: the
+op calls these of kernels alone.
 
 Weights come packed and zero-padded to [L, width, width]: act(0) = 0, so padding stays zero.
 """
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .elementwise import act_bwd, relu_bits
-from .linear import act_grad, linear_fwd, mm
+from ckptkern import eager
+from ckptkern.eager import act_bwd, act_grad, linear_fwd, mm, relu_bits
+
+
+def __getattr__(name: str):
+    return getattr(eager, name)
 
 
 def stack_width(x: Tensor, widths: list[int]) -> int | None:
