@@ -1,12 +1,12 @@
-"""The eager backend: every launcher of `triton_kernels`, but those of narrow chains, again in PyTorch ops, in the file of the
-same name.
+"""The eager backend: every launcher of `triton_kernels` that ops call without kernels too, again in PyTorch ops, in the file
+of the same name.
 
 It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the reference
 implementation that the kernels are tested against, the CPU path, and what runs where no kernel covers a case.
 """
 
 from ..bits import pack_bits, unpack_bits
-from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd, attn_grads, flash_on_cpu
+from .attention import attn_delta, attn_fwd, attn_grads, flash_on_cpu
 from .attention_core import (
     AttentionCore,
     as_heads,
@@ -48,7 +48,6 @@ from .experts import (
     experts_dw,
     experts_fwd,
     experts_gemm,
-    experts_hidden_grad,
     experts_sums,
     gather_rows,
     route,

@@ -140,24 +140,24 @@ def attn_grads(
 ) -> tuple:
     """(dq, dk, dv, dmask, dslopes): all gradients from o and lse in one pass over the scores; None for what is not needed.
 
-    o: None where delta is at hand and flash attention is not to run. outs: tensors that dq, dk and dv are written to; torch's
-    own kernels, and packed sequences, may make new ones instead. dmask_shape: of the mask that trains; dimensions of 1 are
-    summed over, and core.mask may be larger: that of a sum of several masks.
+    outs: tensors that dq, dk and dv are written to; torch's own kernels, and packed sequences, may make new ones instead.
+    dmask_shape: of the mask that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several
+    masks.
     """
     of_scores, needs = dmask_shape is not None or need_dslopes, {"need_dq": need_dq, "need_dkv": need_dkv}
     if core.fused:
         made = fused_attn_bwd(q, k, v, do, o, lse, core)
     elif is_packed(q, core):
         made = each_sequence(
-            lambda q, do, o, lse, delta, k, v, own: attn_grads(q, k, v, do, o, lse, own, delta=delta, **needs)[:3],
+            lambda q, do, o, lse, k, v, own: attn_grads(q, k, v, do, o, lse, own, **needs)[:3],
             core,
-            (q, do, o, lse, delta),
+            (q, do, o, lse),
             (k, v),
             key_results=2,
         )
     # Where lse has lost log(sum) to rounding, probabilities, which flash attention's backward takes from it, are wrong by a
     # factor: with large scores, and in a row that sees nothing but columns that a large finite number hides.
-    elif not of_scores and o is not None and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
+    elif not of_scores and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
         made = flash_bwd(q, k, v, do, o, lse, core, outs)
     else:
         delta = attn_delta(o, do, core) if delta is None else delta
@@ -197,20 +197,6 @@ def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmas
 
     sum_by_blocks(of_block, _score_blocks(q, k, core), (dk, dv) if need_dkv else ())
     return dq, dk, dv, dmask, dslopes
-
-
-def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
-    """(dq, dk, dv) from lse and delta, as `attn_grads`."""
-    needs = {"need_dq": need_dq, "need_dkv": need_dkv, "outs": (dq, dk, dv)}
-    return attn_grads(q, k, v, do, None, lse, core, delta=delta, **needs)[:3]
-
-
-def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
-    """The gradient [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores, in float32 (float64 for float64).
-
-    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
-    """
-    return _scores_bwd(q, k, v, do, delta, core, False, False, shape, False, (None,) * 3)[3]
 
 
 # -- torch's flash attention on a CPU: what hides or shifts scores is a mask that is added to them, formed for a block of

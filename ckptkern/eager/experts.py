@@ -78,11 +78,6 @@ def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, d
     return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dy=dy, wd=wd, added=added)
 
 
-def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=True, over_gu=False):
-    """The results are new tensors here, whatever a kernel may write over."""
-    return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dh=dh)
-
-
 def _gradients(
     s, groups, activation, hs, dgu, ds, *, gu=None, x=None, w=None, b=None, dh=None, dy=None, wd=None, added=None
 ):

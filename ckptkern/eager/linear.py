@@ -55,12 +55,9 @@ def hidden_grad(dh, z, activation, *, save_h=False, db=False, over=False, h_over
 
 
 class LinearSteps:
-    """Launchers with an epilogue as a matmul and elementwise launchers after it: those of this backend, which a subclass may
-    replace by kernels."""
+    """Launchers with an epilogue as a matmul and elementwise launchers after it, which a subclass has: of this backend, or
+    kernels."""
 
-    linear, mm, hidden_grad = staticmethod(linear), staticmethod(mm), staticmethod(hidden_grad)
-    act_fwd, act_bwd, relu_bits = staticmethod(act_fwd), staticmethod(act_bwd), staticmethod(relu_bits)
-    apply_dropout = staticmethod(apply_dropout)
     recomputes_relu = False  # in place of z, which backward would read
 
     def relu(self, x, w, b):
@@ -96,5 +93,13 @@ class LinearSteps:
         return grads if grads.h is None else grads._replace(h=self.apply_dropout(grads.h, dropout, row_base))
 
 
-_steps = LinearSteps()
+class Eager(LinearSteps):
+    """The steps in PyTorch ops."""
+
+    linear, mm, apply_dropout = staticmethod(linear), staticmethod(mm), staticmethod(apply_dropout)
+    act_fwd, act_bwd, relu_bits = staticmethod(act_fwd), staticmethod(act_bwd), staticmethod(relu_bits)
+    hidden_grad = staticmethod(hidden_grad)
+
+
+_steps = Eager()
 linear_fwd, linear_bwd, act_grad = _steps.linear_fwd, _steps.linear_bwd, _steps.act_grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..results import GatedForward, GatedGradient
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum
-from .linear import LinearSteps
+from .linear import Eager, LinearSteps
 
 
 def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):
@@ -18,8 +18,6 @@ def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False
 
 class Steps(LinearSteps):
     """LinearSteps, and the launchers of MLPs likewise."""
-
-    gated_hidden_grad = staticmethod(gated_hidden_grad)
 
     def mlp_bwd(
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False
@@ -62,6 +60,10 @@ class Steps(LinearSteps):
         return self.hidden_grads(self.gated_hidden_grad, dy, wd, (g, u, activation), dropout, row_base, **wanted)
 
 
-_steps = Steps()
+class _Eager(Steps, Eager):
+    gated_hidden_grad = staticmethod(gated_hidden_grad)
+
+
+_steps = _Eager()
 mlp_bwd, gated_fwd = _steps.mlp_bwd, _steps.gated_fwd
 gated_bwd, gated_act_grad = _steps.gated_bwd, _steps.gated_act_grad

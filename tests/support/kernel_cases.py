@@ -17,7 +17,7 @@ import torch
 import triton
 from codegen.cases import AttentionCase, Case, Inputs
 from codegen.launchers import LAUNCHERS, Launcher
-from support import narrow_chains as eager
+from support import launchers as eager
 from support.cases import SAMPLES
 from torch import Tensor
 

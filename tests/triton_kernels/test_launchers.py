@@ -8,7 +8,7 @@ import torch
 import triton
 from codegen import experts
 from codegen.cases import DROPOUT_OPS, MATMUL_OPS, OPS, VARIANTS, AttentionCase, Case
-from support import narrow_chains as eager
+from support import launchers as eager
 from support.cases import every_other, padded_rows, transposed
 from support.drop_ins import pairwise
 from support.kernel_cases import (

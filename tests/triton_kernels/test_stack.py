@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support import narrow_chains as eager
+from support import launchers as eager
 from support.kernel_cases import DTYPES, assert_equal, check_results
 
 from ckptkern import triton_kernels

@@ -135,11 +135,6 @@ class Library(GroupedExperts, Kernels, Steps):
 
     recomputes_relu = True  # by the matmul that forward ran: relu's own result tells what z would
 
-    def __init__(self, kernels: ModuleType):
-        super().__init__(kernels)
-        self.act_fwd, self.act_bwd, self.relu_bits = kernels.act_fwd, kernels.act_bwd, kernels.relu_bits
-        self.hidden_grad, self.gated_hidden_grad = kernels.hidden_grad, kernels.gated_hidden_grad
-
     def relu(self, x, w, b):
         """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded
         z. That of tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""

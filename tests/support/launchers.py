@@ -1,7 +1,7 @@
-"""The eager backend, and the launchers of narrow chains of Linear + activation (triton_kernels/stack.py) layer by layer: the
-op calls these of kernels alone.
+"""The eager backend with the launchers that ops call of kernels alone, as their reference implementations: gradients of a core
+from lse and delta, the hidden layer of experts, and narrow chains of Linear + activation layer by layer.
 
-Weights come packed and zero-padded to [L, width, width]: act(0) = 0, so padding stays zero.
+Weights of chains come packed and zero-padded to [L, width, width]: act(0) = 0, so padding stays zero.
 """
 
 from __future__ import annotations
@@ -11,11 +11,43 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ckptkern import eager
-from ckptkern.eager import act_bwd, act_grad, linear_fwd, mm, relu_bits
+from ckptkern.eager import AttentionCore, act_bwd, act_grad, linear_fwd, mm, relu_bits
+from ckptkern.eager.attention import _scores_bwd
+from ckptkern.eager.attention_core import each_sequence, is_packed
+from ckptkern.eager.experts import _gradients
 
 
 def __getattr__(name: str):
     return getattr(eager, name)
+
+
+def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
+    """(dq, dk, dv), written into the given tensors or into new ones."""
+    if not is_packed(q, core):
+        return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, None, False, (dq, dk, dv))[:3]
+    needs = {"need_dq": need_dq, "need_dkv": need_dkv}
+    made = each_sequence(
+        lambda q, do, lse, delta, k, v, own: attn_bwd(q, k, v, do, lse, delta, own, **needs),
+        core,
+        (q, do, lse, delta),
+        (k, v),
+        key_results=2,
+    )
+    outs = zip(made, (dq, dk, dv), strict=True)
+    return tuple(value if value is None or out is None else out.copy_(value) for value, out in outs)
+
+
+def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
+    """The gradient [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores, in float32 (float64 for float64).
+
+    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
+    """
+    return _scores_bwd(q, k, v, do, delta, core, False, False, shape, False, (None,) * 3)[3]
+
+
+def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=True, over_gu=False):
+    """The results are new tensors here, whatever a kernel may write over."""
+    return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dh=dh)
 
 
 def stack_width(x: Tensor, widths: list[int]) -> int | None:
