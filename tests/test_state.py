@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.masks import keep_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +16,6 @@ from ckptkern.state import (
     Observed,
     Precision,
     draw,
-    keep_mask,
     layer_fits,
     observe,
     threshold_scale,

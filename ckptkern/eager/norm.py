@@ -28,9 +28,7 @@ def rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweigh
     return (g - h * (g * h).mean(-1, keepdim=True)) * r, dweight
 
 
-def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):
-    if addend is not None:
-        x = (upcast(x, x) + upcast(addend, x)).to(x.dtype)
+def norm_fwd(x, weight, bias, eps, kind, out_dtype):
     wide, weight, bias = upcast(x, x), upcast(weight, x), upcast(bias, x)
     if kind == "layer":
         # torch's second derivative of layer_norm with a bias and no weight is None
@@ -39,8 +37,7 @@ def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=Fal
     else:
         xn = F.rms_norm(wide, x.shape[-1:], weight, eps)
     xn = xn if bias is None else xn + bias
-    xn = xn.to(out_dtype)
-    return (xn, x) if keep_sum else xn
+    return xn.to(out_dtype)
 
 
 def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, need_dbias=False):

@@ -115,13 +115,18 @@ def check_environment() -> Iterator[Result]:
     yield "the environment variable CKPTKERN_BACKEND", None
 
 
+def keep_mask(state: Tensor, threshold: int, rows: int, cols: int, row_base: int = 0) -> Tensor:
+    """The boolean mask [rows, cols] of a tensor of one plane, true = keep."""
+    return torch.ops.ckptkern.keep_mask(state, threshold, 1, rows, cols, 0, row_base, 0, row_base + rows)[0]
+
+
 def check_philox() -> Iterator[Result]:
     """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its value of 16
     bits, and drops it above."""
     wrong, zeros = [], torch.zeros(2, dtype=torch.int64)
     for place, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
         for half, value in enumerate((word & 0xFFFF, word >> 16)):
-            is_there = [bool(state.keep_mask(zeros, (value + i) / 65536, 9, 25)[8 * half, 8 * place]) for i in (0, 1)]
+            is_there = [bool(keep_mask(zeros, value + i, 9, 25)[8 * half, 8 * place]) for i in (0, 1)]
             wrong += [] if is_there == [True, False] else [f"{value:#x}"]
     yield "Philox4x32-10, known answer", f"other values than {', '.join(wrong)}" if wrong else None
 
@@ -135,14 +140,15 @@ def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
     for device in sorted({device for device, _ in backends}):
         same = torch.equal(mask, state._keep_mask_torch(key.to(device), *placed).cpu())
         yield f"mask of the extension = torch ops on {device}", None if same else "other bits"
-    whole = state.keep_mask(key, P, 500, 500)
+    threshold, scale = state.threshold_scale(P)
+    whole = keep_mask(key, threshold, 500, 500)
     rate, sigma = whole.double().mean().item(), (P * (1 - P) / whole.numel()) ** 0.5
     yield "keep rate of a mask", None if abs(rate - (1 - P)) < 5 * sigma else f"{rate:.4f}, not {1 - P}"
     for device, backend in backends:
         dropped = _choices.primitives(backend).dropout(
-            torch.ones(70, 130, device=device), key.to(device), *state.threshold_scale(P), row_base=32
+            torch.ones(70, 130, device=device), key.to(device), threshold, scale, row_base=32
         )
-        same = torch.equal(dropped.cpu() != 0, state.keep_mask(key, P, 70, 130, row_base=32))
+        same = torch.equal(dropped.cpu() != 0, keep_mask(key, threshold, 70, 130, 32))
         yield f"mask of dropout = extension, {device} {backend}", None if same else "other bits"
 
 

@@ -14,7 +14,6 @@ from ckptkern import eager
 from ckptkern.eager import AttentionCore, act_bwd, act_grad, linear_fwd, mm, relu_bits
 from ckptkern.eager.attention import _scores_bwd
 from ckptkern.eager.attention_core import each_sequence, is_packed
-from ckptkern.eager.experts import _gradients
 
 
 def __getattr__(name: str):
@@ -47,7 +46,16 @@ def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
 
 def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=True, over_gu=False):
     """The results are new tensors here, whatever a kernel may write over."""
-    return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dh=dh)
+    (g, u), wide, function = gu.chunk(2, 1), eager.wide_of(dh.dtype), eager.ACTIVATIONS[activation]
+    is_nobodys = torch.arange(len(gu), device=gu.device) >= groups.offs[-1]
+    g, u, dh = (one.masked_fill(is_nobodys[:, None], 0) for one in (g, u, dh))
+    a, weights = function.act(g), s.reshape(-1)[groups.order].to(wide)[:, None]
+    h, d = a * u, (dh.to(wide) * weights).to(dh.dtype)
+    of_rows = (dh.to(wide) * h.to(wide)).sum(1)
+    of_pairs = torch.where(groups.inv < groups.offs[-1], of_rows[groups.inv], 0).view(s.shape)
+    weighted = (h.to(wide) * weights).to(h.dtype).masked_fill(is_nobodys[:, None], 0)
+    grads = torch.cat((function.grad(d * u, g), d * a), 1)
+    return weighted if hs else None, grads if dgu else None, of_pairs if ds else None
 
 
 def stack_width(x: Tensor, widths: list[int]) -> int | None:
