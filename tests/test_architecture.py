@@ -74,7 +74,6 @@ OPS_LAYERS = {
     "distillation": 4,
     "transformer_layer": 5,
     "sharded": 5,
-    "catalog": 6,
 }
 
 # Of names, operators, numbers and strings: a heavier file or function usually does two things. Lines are the formatter's.

@@ -20,7 +20,6 @@ from torch import Tensor
 from .. import ops, state
 from ..extras import from_checkout, missing
 from ..memory import saved_tensors
-from ..ops import catalog
 from ..ops.dispatch import choices as _choices
 from . import env
 
@@ -32,7 +31,43 @@ P = 0.25  # k/65536 exactly, so that torch's scale is ours
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-SIZES = catalog.Sizes((TOKENS,), FEATURES, HIDDEN, OUT)
+SIZES = {"features": FEATURES, "hidden": HIDDEN, "out": OUT}
+LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # of each op: their names, and the sizes of results and inputs
+    "linear_act": {"": ("out", "features")},
+    "linear_stack": {"0.": ("hidden", "features"), "1.": ("hidden", "hidden"), "2.": ("out", "hidden")},
+    "mlp": {"fc1_": ("hidden", "features"), "fc2_": ("out", "hidden")},
+    "gated_mlp": {"gate_": ("hidden", "features"), "up_": ("hidden", "features"), "down_": ("out", "hidden")},
+}
+
+
+def random_inputs(
+    op: str, tokens: int, sizes: dict[str, int], dtype: torch.dtype, device: torch.device | str
+) -> Tensors:
+    """x, and the weights and biases of the op's layers by name, which keep the size of what passes through them."""
+    shapes = {"x": (tokens, sizes["features"])}
+    for name, (rows, columns) in LAYERS[op].items():
+        shapes |= {f"{name}weight": (sizes[rows], sizes[columns]), f"{name}bias": (sizes[rows],)}
+    options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    wide, found = torch.promote_types(dtype, torch.float32), {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, dtype=wide, **options) * (shape[1] ** -0.5 if name.endswith("weight") else 1.0)
+        found[name] = value.to(dtype).requires_grad_()
+    return found
+
+
+def call(op: str, t: Tensors, **options: str) -> Tensor:
+    if op == "linear_stack":
+        return ops.linear_stack(
+            t["x"], *([t[f"{i}.{part}"] for i in range(3)] for part in ("weight", "bias")), **options
+        )
+    return getattr(ops, op)(**t, **options)
+
+
+def saved_bytes(op: str, t: Tensors, **options: str) -> int:
+    """What a call saves besides parameters; on meta tensors what the op's description declares."""
+    with saved_tensors(exclude=[leaf for name, leaf in t.items() if name != "x"]) as saved:
+        call(op, t, **options)
+    return saved.bytes
 
 
 def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
@@ -41,8 +76,8 @@ def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
 
 def _stack(act: Callable, t: Tensors) -> Tensor:
     x = t["x"]
-    for i in range(3):
-        x = act(F.linear(x, t[f"weights.{i}"], t[f"biases.{i}"]))
+    for name in LAYERS["linear_stack"]:
+        x = act(_linear(t, name, x))
     return x
 
 
@@ -166,29 +201,25 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
     """Outputs, gradients and saved bytes at the three recompute modes."""
-    entry, unfused = catalog.OPS[name], functools.partial(PLAIN[name], ACTIVATIONS[activation])
-    arguments = entry.inputs(SIZES)
-    leaves = catalog.random_leaves(arguments, dtype, device)
+    unfused = functools.partial(PLAIN[name], ACTIVATIONS[activation])
+    leaves = random_inputs(name, TOKENS, SIZES, dtype, device)
+    on_meta = {key: torch.empty_like(leaf, device="meta").requires_grad_() for key, leaf in leaves.items()}
     dy = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
     doubles = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
     exact = gradients(lambda: unfused(doubles), doubles, dy.double())
     eager = relative_errors(gradients(lambda: unfused(leaves), leaves, dy), exact)
-    parameters = [leaf for key, leaf in leaves.items() if key != "x"]
     for mode in _choices.MODES:
         options = {"activation": activation, "recompute": mode}
-
-        def fused(options: dict[str, str] = options) -> Tensor:
-            with ops.backend(backend):
-                return catalog.call(entry, arguments, leaves, **options)
-
-        with saved_tensors(exclude=parameters) as saved:
-            fused()
-        ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
-        wanted = catalog.saved_bytes(entry, arguments, dtype, **options)
+        run = functools.partial(call, name, leaves, **options)
+        with ops.backend("eager"):
+            wanted = saved_bytes(name, on_meta, **options)
+        with ops.backend(backend):
+            saved, found = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
+        ratio, worst = error_ratio(relative_errors(found, exact), eager, dtype)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
-        faults += [] if saved.bytes == wanted else [f"saves {saved.bytes} B, declared are {wanted}"]
+        faults += [] if saved == wanted else [f"saves {saved} B, declared are {wanted}"]
         what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
-        yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
+        yield f"{what}: error {ratio:.2f} of eager's, {saved / TOKENS:g} B/token", "; ".join(faults) or None
 
 
 def checks() -> Iterator[Iterator[Result]]:

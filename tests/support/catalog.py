@@ -1,7 +1,7 @@
 """The catalogue: every op once, for the tests that run all of them.
 
 An entry has example inputs of any sizes, and for each option one value that differs from its default, with the arguments that
-go with it. Those of `ckptkern.ops.catalog` are among them.
+go with it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from ckptkern.ops.attention.block import AttentionBlock, attention_block
-from ckptkern.ops.attention.latent import LatentAttentionBlock, latent_attention_block
-from ckptkern.ops.attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
-from ckptkern.ops.catalog import OPS as INPUTS
-from ckptkern.ops.catalog import (
+from support.example_inputs import OPS as INPUTS
+from support.example_inputs import (
     Arguments,
     Normal,
     Sizes,
@@ -29,6 +24,11 @@ from ckptkern.ops.catalog import (
     saved_bytes,
     x_of,
 )
+from torch import Tensor
+
+from ckptkern.ops.attention.block import AttentionBlock, attention_block
+from ckptkern.ops.attention.latent import LatentAttentionBlock, latent_attention_block
+from ckptkern.ops.attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
 from ckptkern.ops.cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from ckptkern.ops.cross_entropy.op import LinearCrossEntropy
 from ckptkern.ops.dispatch.choices import MODES

@@ -1,5 +1,4 @@
-"""Ops with example inputs of any sizes, for `selftest` and `autotune`. Those of all ops, with a value of each option, are in
-tests/support/catalog.py.
+"""Example inputs of any sizes, also nested ones, for the catalogue's ops, and calls with them.
 
 What is saved for backward follows from the op's description, on meta tensors.
 """
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_with_path
 
-from ..memory import saved_tensors
-from .dispatch.choices import backend
-from .mlp.linear import linear_act, linear_stack
-from .mlp.mlp import gated_mlp, mlp
+from ckptkern.memory import saved_tensors
+from ckptkern.ops import backend, gated_mlp, linear_act, linear_stack, mlp
 
 Arguments = dict[str, Any]
 
