@@ -36,7 +36,6 @@ from .elementwise import (
     apply_dropout,
     column_sum,
     dropout,
-    reference_dropout,
     relu_bits,
     wide_of,
 )

@@ -338,4 +338,4 @@ def reference(x: Tensor, t: Any, o: Any) -> Tensor:
 
     h = eager.act(linear("up" if t.gate_weight is None else "gate", x), o.activation)
     h = h if t.gate_weight is None else h * linear("up", x)
-    return linear("down", eager.reference_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))
+    return linear("down", eager.apply_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))

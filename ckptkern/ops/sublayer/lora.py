@@ -108,7 +108,7 @@ class LowRank(NamedTuple):
 
     def reference(self, x: Tensor) -> Tensor:
         """u B^T in differentiable PyTorch ops, of x [..., d]."""
-        rows = eager.reference_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
+        rows = eager.apply_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
         return F.linear(F.linear(rows, self.a) * self.scale, self.b).to(x.dtype)
 
 

@@ -441,7 +441,7 @@ def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     """The sublayer's output from its branch's last matmul f, in differentiable PyTorch ops."""
-    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    z = eager.apply_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
     z = z.to(torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype)
     if o.post_norm:
         z = eager.norm_fwd(z, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, z.dtype)
@@ -449,7 +449,7 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     z = z if t.layer_scale is None else z * at_samples(cast_parameter(t.layer_scale, z.dtype), x)
     if t.path_rng is not None:
         samples = sample_shape(x.shape[:-1])
-        ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
+        ones = eager.apply_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
         z = z * ones.view(samples)
     y = x + z if o.residual else z
     trailing = o.norm and not o.norm_first
