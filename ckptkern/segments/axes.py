@@ -286,6 +286,17 @@ def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(weight, None), (indices, axis)]) if axis.dim < len(shape_of(indices)) else None
 
 
+def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """x[:, :, places, ...]: one tensor of indices, of which each entry chooses entries of x."""
+    x, (*before, places) = node.args[:2]
+    if any(one is not None for one in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
+        return None
+    first, count = len(before), len(shape_of(places))
+    if first <= axis.dim < first + count:
+        return Cut([(x, None), (places, axis.at(axis.dim - first))])
+    return Cut([(x, axis if axis.dim < first else axis.at(axis.dim - count + 1)), (places, None)])
+
+
 def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """A call of a module for some tokens, or of a function of q, k, v [B, H, S, D] for some heads."""
     tensors, parameters, _, along = node.args
@@ -323,7 +334,7 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         _split: "split split_with_sizes",
         _cat: "cat stack",
         _pad: "constant_pad_nd",
-        _reduction: "sum mean amax amin var logsumexp any prod linalg_vector_norm",
+        _reduction: "sum mean amax amin max min var logsumexp any prod linalg_vector_norm",
         _flip: "flip",
         _scatter: "select_scatter slice_scatter",
         _gemm: "mm addmm bmm baddbmm",
@@ -334,6 +345,7 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",
         _of_matrices: "tril triu linalg_solve_triangular",
         _embedding: "embedding",
+        _index: "index",
         _part: "part",
         _item: "getitem",
     }.items():

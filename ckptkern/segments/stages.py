@@ -15,14 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, followed, name_of, shape_of, tensors_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
-FLOOR = 128  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
+FLOOR = 32  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
 ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
+SCORES = 4  # of attention, and what is computed of them: what is there at once
 TRIED, JOINED = 3, 8  # axes of a stage, and more results of it, that are tried
+SMALL = 16  # a workspace holds as many of what is computed again for each stage that reads it
 MOST = 64  # values between stages, beyond which nothing is cut
 
 
@@ -87,12 +89,26 @@ def size_of(node: fx.Node) -> int:
     return sum(one.numel() * one.dtype.itemsize for one in (value if is_list(node) else [value]))
 
 
+def may_be_trained(node: fx.Node) -> bool:
+    """Returns whether it is computed of a parameter, or of a floating-point argument."""
+    if "trained" not in node.meta:
+        value = node.meta.get("val")
+        of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
+        of = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
+        node.meta["trained"] = of and name_of(node) != "detach"
+    return node.meta["trained"]
+
+
 def bytes_of(node: fx.Node) -> int:
     """Returns the bytes that a node's result takes beside its input's."""
     value = node.meta.get("val")
     if name_of(node) in VIEWS or name_of(node) in WRITING or value is None:
         return 0
     size = size_of(node)
+    mask = node.kwargs.get("attn_mask")
+    if mask is not None and may_be_trained(mask):  # core attention that computes scores, [B, H, S, S]
+        q, k = node.args[:2]
+        return size + SCORES * size_of(q) // shape_of(q)[-1] * shape_of(k)[2]
     return ASSUMED * size if name_of(node) == "part" and node.args[3] == "tokens" else size
 
 
@@ -105,12 +121,15 @@ class Planner:
         self.bases: dict[fx.Node, fx.Node] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-        self.fixed = {node for node in graph.nodes if node.op == "get_attr"}  # and what is computed of these alone
+        # parameters, and what is computed of these alone if it is no larger: the bytes of these
+        self.fixed = {node: size_of(node) for node in graph.nodes if node.op == "get_attr"}
         self.ancestors: dict[fx.Node, int] = {}
         for node, i in self.order.items():
             inputs = tensors_of(node)
             if node.op == "call_function" and all(one in self.fixed for one in inputs):
-                self.fixed.add(node)
+                size = sum(self.fixed[one] for one in inputs)
+                if size_of(node) <= max(size, workspace // SMALL):
+                    self.fixed[node] = size
             self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[one] for one in inputs), 1 << i)
         self.output = next(node for node in graph.nodes if node.op == "output")
 
@@ -180,11 +199,13 @@ class Planner:
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result, if that shares work with it."""
-        if other in stage.nodes or other in stage.inputs:
+        roots = {one: stage.axes[one] for one in stage.results}
+        if other in stage.nodes:  # and what is computed of it nobody else needs
+            return self.grown({**roots, other: stage.axes[other]}, stage.n) or stage
+        if other in stage.inputs:
             return stage
         mask = sum(1 << self.order[one] for one in (other, *stage.results))
         best, least = stage, None
-        roots = {one: stage.axes[one] for one in stage.results}
         for axis, n in axes_of(other):
             if n != stage.n:
                 continue
@@ -272,11 +293,15 @@ class Planner:
             ):
                 continue
             spared = [one for one in read if all(user is node or user not in stage.nodes for user in one.users)]
-            if size_of(node) < sum(map(size_of, spared)):
+            if size_of(node) < sum(map(size_of, spared)) and any(self.goes_on(one, stage) for one in spared):
                 del stage.nodes[node]
                 stage.inputs[node] = {stage.axes[node]}
                 for one in spared:
                     del stage.inputs[one]
+
+    def goes_on(self, node: fx.Node, stage: Stage) -> bool:
+        """Returns whether an input of the stage can be cut like it."""
+        return all(axis is not None and followed(node, axis, stage.n) for axis in stage.inputs[node])
 
     def finished(self, stage: Stage, needed: set[fx.Node]) -> Stage:
         """Orders its nodes, and finds what is computed before it of what is there."""

@@ -164,6 +164,10 @@ def moves(b, s, h, d):
     yield Case(
         "index_select", lambda x, i: x.index_select(1, i), (x, indices(3, below=s)), {0, 2}, {Axis(2): [Axis(2), None]}
     )
+    places = indices(2, 3, below=s)
+    yield Case("index", lambda x, i: x[i], (x, indices(5, below=b)), {0, 1, 2}, {Axis(0): [None, Axis(0)]})
+    chosen = {Axis(0): [Axis(0), None], Axis(2): [None, Axis(1)], Axis(3): [Axis(2), None]}
+    yield Case("index", lambda x, i: x[:, i], (x, places), {0, 1, 2, 3}, chosen)
     yield Case(
         "embedding",
         lambda w, i: F.embedding(i, w),
@@ -225,6 +229,8 @@ def mixtures(b, s, h, d):
         yield Case(name, lambda x, one=one: one(x, dim=1), (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
         yield Case(name, lambda x, one=one: one(x, dim=0, keepdim=True), (x,), {1, 2}, {Axis(2): [Axis(2)]})
         yield Case(name, lambda x, one=one: one(x, dim=-1), (x,), {0, 1})
+    yield Case("max", lambda x: x.max(1)[0], (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
+    yield Case("min", lambda x: x.min(-1, keepdim=True)[0], (x,), {0, 1})
     yield Case("sum", lambda x: x.sum((0, -1)), ((b, s, h, d),), {0, 1}, {Axis(0): [Axis(1)], Axis(1): [Axis(2)]})
     yield Case(
         "var", lambda x: x.var((0, 2), correction=1), ((b, s, h, d),), {0, 1}, {Axis(0): [Axis(1)], Axis(1): [Axis(3)]}
@@ -315,11 +321,10 @@ def others(b, s, h, d):
         "sort": lambda x: x.sort(-1)[0],
         "topk": lambda x: x.topk(2)[0],
         "cummax": lambda x: x.cummax(1)[0],
-        "max": lambda x: x.max(-1)[0],
         "argmax": lambda x: x.argmax(-1),
         "scatter": lambda x: x.scatter(1, x.argsort(1), x),
         "scatter_add": lambda x: x.scatter_add(1, x.argsort(1), x),
-        "index": lambda x: x[x.argmax(0)[0] % b],
+        "index": lambda x: x[x.argmax(0) % b, x.argmax(0) % s],
         "native_group_norm": lambda x: aten.native_group_norm(x, None, None, b, s, d, 2, 1e-5)[0],
     }.items():
         yield Case(name, f, (x,), set())
