@@ -19,18 +19,18 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..extras import progress
-from ..ops import catalog
 from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned
 from ..tools.models import model_and_inputs
+from ..tools.selftest import call, random_inputs
 from . import measure
 from .baselines import Function
 from .cases import Case, variants
@@ -76,24 +76,17 @@ class Matmuls(nn.Module):
     def forward(self, x: Tensor, impl: str = "eager") -> Tensor:
         options = {"activation": "silu" if self.problem.op == "gated_mlp" else "gelu", "recompute": "full"}
         with ops.backend("eager" if impl == "eager" else "auto"), _choices.forced_impl(impl):
-            return catalog.call(
-                catalog.OPS[self.problem.op], inputs_of(self.problem), {"x": x, **self.weights}, **options
-            )
+            return call(self.problem.op, {"x": x, **self.weights}, **options)
 
     def by(self, impl: str) -> Function:
         """Returns the op by an implementation."""
         return functools.partial(self, impl=impl)
 
 
-def inputs_of(problem: Problem) -> dict[str, Any]:
-    """Returns the op's arguments, without the numbers of what is trained."""
-    sizes = catalog.Sizes((problem.tokens,), problem.features, problem.hidden, problem.out)
-    return catalog.OPS[problem.op].inputs(sizes)
-
-
 def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     """Returns the op with random weights, and x."""
-    weights = catalog.random_leaves(inputs_of(problem), dtype, device)
+    sizes = {"features": problem.features, "hidden": problem.hidden, "out": problem.out}
+    weights = random_inputs(problem.op, problem.tokens, sizes, dtype, device)
     x = weights.pop("x")
     return Matmuls(problem, weights), x
 

@@ -398,7 +398,6 @@ TORCH_LIBRARY_IMPL(ckptkern, CPU, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = TORCH_VERSION;
-  m.def("philox4x32_10", &ckptkern::philox4x32_10, py::arg("key"), py::arg("counter"));
   py::class_<ckptkern::GradientSums>(m, "GradientSums")
       .def(py::init<>())
       .def("redirect", &ckptkern::GradientSums::redirect, py::arg("output"), py::arg("chunk"));

@@ -76,12 +76,6 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 } // namespace
 
-std::array<uint32_t, 4> philox4x32_10(uint64_t key, const std::array<uint32_t, 4>& counter) {
-  std::array<uint32_t, 4> c = counter;
-  philox_rounds(c[0], c[1], c[2], c[3], static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
-  return c;
-}
-
 at::Tensor keep_mask_cpu(
     const at::Tensor& state,
     int64_t threshold,

@@ -4,14 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 
 namespace ckptkern {
-
-// The four output words of one call. Known answer: key 0, counter 0 ->
-// 6627e8d5 e169c58d bc57ac4c 9b00dbd8.
-std::array<uint32_t, 4> philox4x32_10(uint64_t key, const std::array<uint32_t, 4>& counter);
 
 // Boolean CPU tensor [planes, rows, cols], true = keep. Element (plane, row, col), counted from the
 // three bases, reads the 16-bit value
@@ -22,7 +17,8 @@ std::array<uint32_t, 4> philox4x32_10(uint64_t key, const std::array<uint32_t, 4
 //   c2,3 = low, high word of state[1]
 //   word = (col >> 3) & 3,  half = (row >> 3) & 1 (0 = low 16 bits)
 //
-// and is saved iff value >= threshold. Counter words wrap modulo 2^32. Raises if a size or base is
+// of Philox4x32-10(key, c). Known answer: key 0, counter 0 -> 6627e8d5 e169c58d bc57ac4c 9b00dbd8. It
+// is saved iff value >= threshold. Counter words wrap modulo 2^32. Raises if a size or base is
 // negative, threshold is outside [0, 65536], total_rows < row_base + rows, or state is not a CPU
 // int64[2].
 at::Tensor keep_mask_cpu(

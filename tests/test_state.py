@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.masks import keep_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,10 +16,8 @@ from ckptkern.state import (
     Observed,
     Precision,
     draw,
-    keep_mask,
     layer_fits,
     observe,
-    philox4x32_10,
     threshold_scale,
 )
 
@@ -29,6 +28,17 @@ both_kernels = pytest.mark.parametrize(
 
 
 # --- Philox against known answers, and the layout against a slow reference in Python integers
+
+
+def philox4x32_10(key, counter):
+    """One call: four uint32 words from a uint64 key and four uint32 counter words."""
+    (c0, c1, c2, c3), k0, k1 = counter, key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = (product1 >> 32) ^ c1 ^ k0, (product0 >> 32) ^ c3 ^ k1
+        c1, c3 = product1 & 0xFFFFFFFF, product0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
 
 
 def reference_value(key, stream, plane, row, col, total_rows):
@@ -545,7 +555,9 @@ def test_a_layer_fits_where_nothing_is_wrong_with_it():
     wrong_biases = [1.0], b[None], torch.randn(8), b[0], b.int(), b.to_sparse(), meta[:, 0]
     wrong = [(x, one, b, 8) for one in wrong_weights] + [(x, w, one, 8) for one in wrong_biases]
     wrong += (x, w, b, 7), (x, w, b, 8.0), ([1.0], w, b, 8)
-    assert [one for one in fit if not layer_fits(*one)] == []
+    assert [one for one in fit if not layer_fits(*one)] == (
+        [] if state.LOADED.module else list(fit)
+    )  # Python is never sure
     assert [one for one in wrong if layer_fits(*one)] == []
 
 

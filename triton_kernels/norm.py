@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over rows [M, D]: forward, and backward from x alone.
 
     layer: mu = mean(x), r = rsqrt(mean((x - mu)^2) + eps), h = (x - mu) r      rms: r = rsqrt(mean(x^2) + eps), h = x r
-    norm_fwd    xn = h * weight + bias; optionally of s = round(x + addend)
+    norm_fwd    xn = h * weight + bias
     norm_bwd    g = dxn * weight
                 layer: dx = r (g - mean(g) - h mean(g h))                       rms: dx = r (g - h mean(g h))
                 dweight = sum_m dxn h, dbias = sum_m dxn
@@ -97,11 +97,9 @@ def normalized_grad_tile(h, r, g, D, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _norm_fwd_kernel(
     x_rows,
-    addend_rows,
     weight_ptr,
     bias_ptr,
     xn_rows,
-    sum_rows,
     M,
     D,
     eps,
@@ -117,10 +115,6 @@ def _norm_fwd_kernel(
     mask_d = offs_d < D
     mask = mask_m[:, None] & mask_d[None, :]
     x = load_tile(x_rows, offs_m, offs_d, mask)
-    if addend_rows[0] is not None:
-        x = cast(upcast(x) + upcast(load_tile(addend_rows, offs_m, offs_d, mask)), x.dtype)
-        if sum_rows[0] is not None:
-            store_tile(sum_rows, offs_m, offs_d, mask, x)
     xn, _ = normalized_tile(upcast(x), mask_m, mask, eps, D, KIND)
     if weight_ptr is not None:
         xn *= upcast(tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0))[None, :]
@@ -197,35 +191,28 @@ def _norm_bwd_kernel(
             tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=mask_d)
 
 
-def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, addend=None, keep_sum: bool = False):
-    """xn [M, D] in out_dtype, of x [M, D] and weight, bias [D] or None in any dtypes. kind: "layer" or "rms".
-
-    addend [M, D]: the norm is that of s = round(x + addend) in x's dtype, so that `norm_bwd` of s has forward's
-    statistics. keep_sum: (xn, s).
-    """
+def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype):
+    """xn [M, D] in out_dtype, of x [M, D] and weight, bias [D] or None in any dtypes. kind: "layer" or "rms"."""
     M, D = x.shape
-    x, addend = rows_of(x), rows_of(addend)
+    x = rows_of(x)
     weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
     xn = torch.empty((M, D), dtype=out_dtype, device=x.device)
-    total = torch.empty((M, D), dtype=x.dtype, device=x.device) if keep_sum else None
     tile = row_tile(x)
     if M and D:
         launch(
             _norm_fwd_kernel,
             (triton.cdiv(M, tile.BLOCK_M),),
             matrix(x),
-            matrix(addend),
             weight,
             bias,
             matrix(xn),
-            matrix(total),
             M,
             D,
             eps,
             KIND=kind,
             **tile.launch_options(),
         )
-    return (xn, total) if keep_sum else xn
+    return xn
 
 
 def norm_bwd(

@@ -1,11 +1,12 @@
-"""The eager backend: every launcher of `triton_kernels` again in PyTorch ops, in the file of the same name.
+"""The eager backend: every launcher of `triton_kernels` that ops call without kernels too, again in PyTorch ops, in the file
+of the same name.
 
 It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the reference
 implementation that the kernels are tested against, the CPU path, and what runs where no kernel covers a case.
 """
 
 from ..bits import pack_bits, unpack_bits
-from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd, attn_grads, flash_on_cpu
+from .attention import attn_delta, attn_fwd, attn_grads, flash_on_cpu
 from .attention_core import (
     AttentionCore,
     as_heads,
@@ -35,7 +36,6 @@ from .elementwise import (
     apply_dropout,
     column_sum,
     dropout,
-    reference_dropout,
     relu_bits,
     wide_of,
 )
@@ -47,7 +47,6 @@ from .experts import (
     experts_dw,
     experts_fwd,
     experts_gemm,
-    experts_hidden_grad,
     experts_sums,
     gather_rows,
     route,
@@ -56,4 +55,3 @@ from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm, u
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
-from .stack import pack_stack, stack_bwd, stack_fwd, stack_width

@@ -140,8 +140,9 @@ def attn_grads(
 ) -> tuple:
     """(dq, dk, dv, dmask, dslopes): all gradients from o and lse in one pass over the scores; None for what is not needed.
 
-    outs: tensors that dq, dk and dv are written to; torch's own kernels may make new ones instead. dmask_shape: of the mask
-    that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several masks.
+    outs: tensors that dq, dk and dv are written to; torch's own kernels, and packed sequences, may make new ones instead.
+    dmask_shape: of the mask that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several
+    masks.
     """
     of_scores, needs = dmask_shape is not None or need_dslopes, {"need_dq": need_dq, "need_dkv": need_dkv}
     if core.fused:
@@ -196,30 +197,6 @@ def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmas
 
     sum_by_blocks(of_block, _score_blocks(q, k, core), (dk, dv) if need_dkv else ())
     return dq, dk, dv, dmask, dslopes
-
-
-def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
-    """(dq, dk, dv) from lse and delta, written into the given tensors or into new ones."""
-    if is_packed(q, core):
-        needs = {"need_dq": need_dq, "need_dkv": need_dkv}
-        made = each_sequence(
-            lambda q, do, lse, delta, k, v, own: attn_bwd(q, k, v, do, lse, delta, own, **needs),
-            core,
-            (q, do, lse, delta),
-            (k, v),
-            key_results=2,
-        )
-        outs = zip(made, (dq, dk, dv), strict=True)
-        return tuple(value if value is None or out is None else out.copy_(value) for value, out in outs)
-    return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, None, False, (dq, dk, dv))[:3]
-
-
-def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
-    """The gradient [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores, in float32 (float64 for float64).
-
-    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
-    """
-    return _scores_bwd(q, k, v, do, delta, core, False, False, shape, False, (None,) * 3)[3]
 
 
 # -- torch's flash attention on a CPU: what hides or shifts scores is a mask that is added to them, formed for a block of

@@ -108,18 +108,15 @@ def where_keep(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0) -> Tensor:
-    """keep * scale * x for x [M, N]; its own backward."""
-    return where_keep(x, _keep_mask(x, state, threshold, row_base, col_base)).mul_(scale)
-
-
-def _keep_mask(x: Tensor, state: Tensor, threshold: int, row_base: int, col_base: int) -> Tensor:
-    """Returns the mask of x [..., N], of its shape."""
+    """keep * scale * x for x [..., N]; its own backward."""
+    if own_dispatch((x,)):  # only the subclass knows where its elements lie
+        return F.dropout(x, threshold / 65536)
     M, N = math.prod(x.shape[:-1]), x.shape[-1]
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)
-    return mask.view(x.shape)
+    return where_keep(x, mask.view(x.shape)).mul_(scale)
 
 
-def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
+def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
     return h if dropout_[0] is None else dropout(h, *dropout_, row_base=row_base)
 
 
@@ -153,7 +150,8 @@ def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
 
 
 def act_fwd(z, u, activation):
-    return act(z, activation) if u is None else act(z, activation) * u
+    h = ACTIVATIONS[activation].act(z)
+    return h if u is None else h * u
 
 
 def relu_bits(h):
@@ -163,13 +161,3 @@ def relu_bits(h):
 def act_bwd(dy, saved, activation, *, bits=False, db=False):
     dz = where_keep(dy, unpack_bits(saved, dy.shape[1])) if bits else ACTIVATIONS[activation].grad(dy, saved)
     return dz, column_sum(dz, db)
-
-
-def reference_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
-    """Differentiable dropout(h) for h [..., N]: the same mask, for second-order gradients."""
-    state, threshold, scale, col_base = dropout_
-    if state is None:
-        return h
-    if own_dispatch((h,)):  # only the subclass knows where its elements lie
-        return F.dropout(h, threshold / 65536)
-    return torch.where(_keep_mask(h, state, threshold, row_base, col_base), h * scale, 0)

@@ -78,20 +78,12 @@ def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, d
     return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dy=dy, wd=wd, added=added)
 
 
-def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=True, over_gu=False):
-    """The results are new tensors here, whatever a kernel may write over."""
-    return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dh=dh)
-
-
-def _gradients(
-    s, groups, activation, hs, dgu, ds, *, gu=None, x=None, w=None, b=None, dh=None, dy=None, wd=None, added=None
-):
-    """From gu, or x w^T + b of the rows' tokens, and dh, or dy wd of the rows' tokens [+ added]: of one expert after another,
-    so that what is larger than a result is small."""
-    R, tokens, like = groups.order.numel(), _tokens(groups), dy if dh is None else dh
-    N, wide = wd.shape[2] if dh is None else dh.shape[1], wide_of(like.dtype)
-    weighted, grads = like.new_zeros((R, N)) if hs else None, like.new_zeros((R, 2 * N)) if dgu else None
-    of_rows = like.new_zeros(R, dtype=wide) if ds else None
+def _gradients(s, groups, activation, hs, dgu, ds, *, dy, wd, gu=None, x=None, w=None, b=None, added=None):
+    """From gu, or x w^T + b of the rows' tokens, and dy wd of the rows' tokens [+ added]: of one expert after another, so that
+    what is larger than a result is small."""
+    R, tokens, N, wide = groups.order.numel(), _tokens(groups), wd.shape[2], wide_of(dy.dtype)
+    weighted, grads = dy.new_zeros((R, N)) if hs else None, dy.new_zeros((R, 2 * N)) if dgu else None
+    of_rows = dy.new_zeros(R, dtype=wide) if ds else None
     weights = s.reshape(-1)[groups.order].to(wide)[:, None]
     for expert, rows in _each(groups):
         if gu is None:
@@ -100,7 +92,7 @@ def _gradients(
             own = gu[rows]
         g, u = own.chunk(2, 1)
         a = act(g, activation)
-        h, d = a * u, mm(dy[tokens[rows]], wd[expert]) if dh is None else dh[rows]
+        h, d = a * u, mm(dy[tokens[rows]], wd[expert])
         if added is not None:
             d.add_(added[rows])
         if ds:

@@ -1,4 +1,5 @@
-"""Linear + activation [+ dropout]: the reference implementations of triton_kernels/linear.py. z = x w^T + b is rounded."""
+"""Linear + activation [+ dropout]: the reference implementations of triton_kernels/linear.py, a matmul and then elementwise
+launchers. z = x w^T + b is rounded."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..results import HiddenGradient, LinearForward
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act_bwd, apply_dropout, column_sum, relu_bits
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act_bwd, act_fwd, apply_dropout, column_sum, relu_bits
 
 
 @functools.cache
@@ -45,31 +46,60 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
     return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
 
 
-def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
-    z = linear(x, w, b)
-    h = ACTIVATIONS[activation].act(z)
-    h = h if dropout[0] is None else apply_dropout(h, dropout, row_base)
-    return LinearForward(h, z if save_z else None, relu_bits(z) if save_bits else None)
-
-
-def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
-    return act_bwd(dh, linear(x, w, b), activation, db=db)
-
-
 def hidden_grad(dh, z, activation, *, save_h=False, db=False, over=False, h_over_z=False):
-    """The results are new tensors here, whatever a kernel may write over."""
     function = ACTIVATIONS[activation]
-    dz = function.grad(dh, z)
-    dz = dz.clone() if dz is dh else dz
-    return HiddenGradient(dz, function.act(z) if save_h else None, column_sum(dz, db))
-
-
-def act_grad(
-    dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False, db=False
-):
-    function, dh, h, drops = ACTIVATIONS[activation], mm(dy, w), None, dropout[0] is not None
-    dz = function.grad_(apply_dropout(dh, dropout, row_base) if drops else dh, z)
-    if save_h:
-        h = function.act_(z) if h_over_z else function.act(z)
-        h = apply_dropout(h, dropout, row_base) if drops else h
+    dz = function.grad_(dh, z) if over else function.grad(dh, z)
+    dz = dz.clone() if dz is dh and not over else dz
+    h = None if not save_h else function.act_(z) if h_over_z else function.act(z)
     return HiddenGradient(dz, h, column_sum(dz, db))
+
+
+class LinearSteps:
+    """Launchers with an epilogue as a matmul and elementwise launchers after it, which a subclass has: of this backend, or
+    kernels."""
+
+    recomputes_relu = False  # in place of z, which backward would read
+
+    def relu(self, x, w, b):
+        return self.act_fwd(self.linear(x, w, b), None, "relu")
+
+    def linear_fwd(
+        self, x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False
+    ):
+        if activation == "relu" and not save_z:
+            z, h = None, self.relu(x, w, b)
+        else:
+            z = self.linear(x, w, b)
+            h = z if activation == "identity" else self.act_fwd(z, None, activation)
+        bits = self.relu_bits(h) if save_bits else None
+        h = h if dropout[0] is None else self.apply_dropout(h, dropout, row_base)
+        return LinearForward(h, z if save_z else None, bits)
+
+    def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
+        recompute = self.relu if self.recomputes_relu and activation == "relu" else self.linear
+        return self.act_bwd(dh, recompute(x, w, b), activation, db=db)
+
+    def act_grad(
+        self, dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False, db=False
+    ):
+        wanted = dict(save_h=save_h, h_over_z=h_over_z, db=db)
+        return self.hidden_grads(self.hidden_grad, dy, w, (z, activation), dropout, row_base, **wanted)
+
+    def hidden_grads(self, launcher, dy, w, saved, dropout, row_base, **wanted):
+        """Returns what an elementwise launcher gives of dh = dropout(dy w), over which it writes, with h behind the dropout."""
+        if dropout[0] is None:
+            return launcher(self.mm(dy, w), *saved, over=True, **wanted)
+        grads = launcher(self.apply_dropout(self.mm(dy, w), dropout, row_base), *saved, over=True, **wanted)
+        return grads if grads.h is None else grads._replace(h=self.apply_dropout(grads.h, dropout, row_base))
+
+
+class Eager(LinearSteps):
+    """The steps in PyTorch ops."""
+
+    linear, mm, apply_dropout = staticmethod(linear), staticmethod(mm), staticmethod(apply_dropout)
+    act_fwd, act_bwd, relu_bits = staticmethod(act_fwd), staticmethod(act_bwd), staticmethod(relu_bits)
+    hidden_grad = staticmethod(hidden_grad)
+
+
+_steps = Eager()
+linear_fwd, linear_bwd, act_grad = _steps.linear_fwd, _steps.linear_bwd, _steps.act_grad

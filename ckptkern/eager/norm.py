@@ -28,17 +28,16 @@ def rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweigh
     return (g - h * (g * h).mean(-1, keepdim=True)) * r, dweight
 
 
-def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):
-    if addend is not None:
-        x = (upcast(x, x) + upcast(addend, x)).to(x.dtype)
+def norm_fwd(x, weight, bias, eps, kind, out_dtype):
     wide, weight, bias = upcast(x, x), upcast(weight, x), upcast(bias, x)
     if kind == "layer":
-        xn = F.layer_norm(wide, x.shape[-1:], weight, bias, eps)
+        # torch's second derivative of layer_norm with a bias and no weight is None
+        within, bias = (None, bias) if weight is None else (bias, None)
+        xn = F.layer_norm(wide, x.shape[-1:], weight, within, eps)
     else:
         xn = F.rms_norm(wide, x.shape[-1:], weight, eps)
-        xn = xn if bias is None else xn + bias
-    xn = xn.to(out_dtype)
-    return (xn, x) if keep_sum else xn
+    xn = xn if bias is None else xn + bias
+    return xn.to(out_dtype)
 
 
 def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, need_dbias=False):

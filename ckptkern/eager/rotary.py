@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,17 +17,16 @@ def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     """x [B, S, H, D], the first R dimensions rotated by the angles cos, sin [S, R] or [B, S, R], or rotated back."""
     R = cos.shape[-1]
-    (a, b), (cos_a, cos_b), (sin_a, sin_b) = (
-        _pairs(one, R, interleaved) for one in (x, upcast(cos, x).unsqueeze(-2), upcast(sin, x).unsqueeze(-2))
-    )
-    y = x.clone()
+    cos, sin = (upcast(one, x).unsqueeze(-2) for one in (cos, sin))
+    (a, b), (sin_a, sin_b), y = _pairs(x, R, interleaved), _pairs(sin, R, interleaved), x.clone()
+    y[..., :R].mul_(cos)
     y_a, y_b = _pairs(y, R, interleaved)
     if back:
-        torch.add(a * cos_a, b * sin_b, out=y_a)
-        torch.sub(b * cos_b, a * sin_a, out=y_b)
+        y_a.add_(b * sin_b)
+        y_b.sub_(a * sin_a)
     else:
-        torch.sub(a * cos_a, b * sin_a, out=y_a)
-        torch.add(b * cos_b, a * sin_b, out=y_b)
+        y_a.sub_(b * sin_a)
+        y_b.add_(a * sin_b)
     return y
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import eager, ops
 from ..ops.attention.arguments import diagonal_of
 from ..ops.attention.core import merged_mask
-from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
+from ..ops.attention.rotary import positions_of, rotary_tables
 from ..ops.dispatch.choices import check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation
 from .layer import Layer, check_counts, weights
@@ -146,8 +146,7 @@ class LlamaAttention(Layer):
         if tables is not None:
             if not isinstance(tables, (tuple, list)):  # a theta
                 tables = rotary_tables(positions_of(S, x.device, cu), self.head_dim, tables)
-            wide = torch.promote_types(q.dtype, torch.float32)
-            q, k = (reference_rotary(heads.to(wide), *tables, False).to(heads.dtype) for heads in (q, k))
+            q, k = (eager.heads_fwd(heads, None, 0.0, *tables) for heads in (q, k))
         left, right = options["window_size"] or (-1, -1)
         how = {"window_size": (left, 0 if options["is_causal"] else right), "enable_gqa": True}
         if cu is not None and not options["dropout_p"]:  # varlen_attn has no dropout

@@ -1,6 +1,6 @@
 """Defines the state of a region: 16 bytes that replay its dropout, and the precision of its forward.
 
-`draw` takes int64[2] from torch's own generator. `keep_mask` turns it into a boolean mask, which depends only on
+`draw` takes int64[2] from torch's own generator. The op `keep_mask` turns it into a boolean mask, which depends only on
 this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,
 chunks, threads or backend. `Precision` is the snapshot that recompute re-enters.
 
@@ -65,11 +65,6 @@ _rng_state_op = torch.ops.ckptkern.rng_state.default
 _keep_mask_op = torch.ops.ckptkern.keep_mask.default
 
 
-def philox4x32_10(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Runs one Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
-    return tuple(_C.philox4x32_10(key, counter))
-
-
 def draw(like: Tensor) -> Tensor:
     """Creates a random state, int64[2], from torch's generator of like's device.
 
@@ -88,38 +83,6 @@ def threshold_scale(p: float) -> tuple[int, float]:
         raise ValueError(f"dropout probability must lie in [0, 1] but is {p}")
     threshold = round(65536 * p)
     return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-
-
-def keep_mask(
-    state: Tensor,
-    p: float,
-    rows: int,
-    cols: int,
-    *,
-    planes: int | None = None,
-    plane_base: int = 0,
-    row_base: int = 0,
-    col_base: int = 0,
-    total_rows: int | None = None,
-) -> Tensor:
-    """Computes the boolean mask, true = keep: [rows, cols], or [planes, rows, cols] if planes is given, on state's
-    device.
-
-    The bases place the mask inside an unsharded tensor whose planes have total_rows rows (row_base + rows if
-    not given): the mask of a part is a part of the mask. The extension's C++ on the CPU, else torch ops, with the same bits.
-    """
-    mask = _keep_mask_op(
-        state,
-        threshold_scale(p)[0],
-        1 if planes is None else planes,
-        rows,
-        cols,
-        plane_base,
-        row_base,
-        col_base,
-        row_base + rows if total_rows is None else total_rows,
-    )
-    return mask[0] if planes is None else mask
 
 
 @torch.library.register_fake("ckptkern::rng_state")

@@ -26,7 +26,6 @@ DICTS = frozenset((*HOOKS, "_modules"))
 TABLES = ("_parameters", "_buffers", "_modules")
 EXACT = (Tensor, nn.Parameter)
 ABSENT = object()  # what is not held
-Items = dict[str, Any]
 _KEYS = _C.DispatchKey
 _OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
 

@@ -15,7 +15,7 @@ from .saved import GradientSums, Placeholder, Recompute, SavedTensors, executes,
 
 __all__ = [
     "GradientSums", "Placeholder", "Precision", "Recompute", "SavedTensors", "SegmentState", "asked", "layer_fits", "observe",
-    "philox4x32_10", "unpack_saved",
+    "unpack_saved",
 ]  # fmt: skip
 
 
@@ -33,17 +33,6 @@ def library() -> torch.library.Library:
 
     made.impl("rng_state", rng_state, "CompositeExplicitAutograd")
     return made
-
-
-def philox4x32_10(key: int, counter: Sequence[int]) -> tuple[int, int, int, int]:
-    """Runs one Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
-    (c0, c1, c2, c3), k0, k1 = counter, key & 0xFFFFFFFF, key >> 32
-    for _ in range(10):
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c2 = (product1 >> 32) ^ c1 ^ k0, (product0 >> 32) ^ c3 ^ k1
-        c1, c3 = product1 & 0xFFFFFFFF, product0 & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
 
 
 @unseen
@@ -87,23 +76,6 @@ def asked() -> bytes | None:
     return bytes(edges) if some else None
 
 
-def _is_plain(x: Tensor, x_device: torch.device) -> bool:
-    return (
-        x.layout is torch.strided
-        and x.is_floating_point()
-        and x.device == x_device
-        and not x._has_symbolic_sizes_strides
-    )
-
-
-@unseen
 def layer_fits(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
-    """Returns whether weight [N, in_features] and bias [N] or None are plain tensors on x's device; False too for what it
-    does not read: subclasses, symbolic sizes."""
-    if type(x) not in EXACT or type(weight) not in EXACT or type(in_features) is not int:
-        return False
-    if not _is_plain(weight, x.device) or weight.dim() != 2 or weight.shape[1] != in_features:
-        return False
-    return bias is None or (
-        type(bias) in EXACT and _is_plain(bias, x.device) and bias.dim() == 1 and bias.shape[0] == weight.shape[0]
-    )
+    """Is not sure of any layer: checks that say what is wrong take no longer in Python."""
+    return False

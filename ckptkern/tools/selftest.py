@@ -20,7 +20,6 @@ from torch import Tensor
 from .. import ops, state
 from ..extras import from_checkout, missing
 from ..memory import saved_tensors
-from ..ops import catalog
 from ..ops.dispatch import choices as _choices
 from . import env
 
@@ -32,7 +31,43 @@ P = 0.25  # k/65536 exactly, so that torch's scale is ours
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-SIZES = catalog.Sizes((TOKENS,), FEATURES, HIDDEN, OUT)
+SIZES = {"features": FEATURES, "hidden": HIDDEN, "out": OUT}
+LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # of each op: their names, and the sizes of results and inputs
+    "linear_act": {"": ("out", "features")},
+    "linear_stack": {"0.": ("hidden", "features"), "1.": ("hidden", "hidden"), "2.": ("out", "hidden")},
+    "mlp": {"fc1_": ("hidden", "features"), "fc2_": ("out", "hidden")},
+    "gated_mlp": {"gate_": ("hidden", "features"), "up_": ("hidden", "features"), "down_": ("out", "hidden")},
+}
+
+
+def random_inputs(
+    op: str, tokens: int, sizes: dict[str, int], dtype: torch.dtype, device: torch.device | str
+) -> Tensors:
+    """x, and the weights and biases of the op's layers by name, which keep the size of what passes through them."""
+    shapes = {"x": (tokens, sizes["features"])}
+    for name, (rows, columns) in LAYERS[op].items():
+        shapes |= {f"{name}weight": (sizes[rows], sizes[columns]), f"{name}bias": (sizes[rows],)}
+    options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    wide, found = torch.promote_types(dtype, torch.float32), {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, dtype=wide, **options) * (shape[1] ** -0.5 if name.endswith("weight") else 1.0)
+        found[name] = value.to(dtype).requires_grad_()
+    return found
+
+
+def call(op: str, t: Tensors, **options: str) -> Tensor:
+    if op == "linear_stack":
+        return ops.linear_stack(
+            t["x"], *([t[f"{i}.{part}"] for i in range(3)] for part in ("weight", "bias")), **options
+        )
+    return getattr(ops, op)(**t, **options)
+
+
+def saved_bytes(op: str, t: Tensors, **options: str) -> int:
+    """What a call saves besides parameters; on meta tensors what the op's description declares."""
+    with saved_tensors(exclude=[leaf for name, leaf in t.items() if name != "x"]) as saved:
+        call(op, t, **options)
+    return saved.bytes
 
 
 def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
@@ -41,8 +76,8 @@ def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
 
 def _stack(act: Callable, t: Tensors) -> Tensor:
     x = t["x"]
-    for i in range(3):
-        x = act(F.linear(x, t[f"weights.{i}"], t[f"biases.{i}"]))
+    for name in LAYERS["linear_stack"]:
+        x = act(_linear(t, name, x))
     return x
 
 
@@ -115,11 +150,20 @@ def check_environment() -> Iterator[Result]:
     yield "the environment variable CKPTKERN_BACKEND", None
 
 
+def keep_mask(state: Tensor, threshold: int, rows: int, cols: int, row_base: int = 0) -> Tensor:
+    """The boolean mask [rows, cols] of a tensor of one plane, true = keep."""
+    return torch.ops.ckptkern.keep_mask(state, threshold, 1, rows, cols, 0, row_base, 0, row_base + rows)[0]
+
+
 def check_philox() -> Iterator[Result]:
-    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors)."""
-    words = state.philox4x32_10(0, (0, 0, 0, 0))
-    wanted = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    yield "Philox4x32-10, known answer", None if words == wanted else f"got {[hex(word) for word in words]}"
+    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its value of 16
+    bits, and drops it above."""
+    wrong, zeros = [], torch.zeros(2, dtype=torch.int64)
+    for place, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
+        for half, value in enumerate((word & 0xFFFF, word >> 16)):
+            is_there = [bool(keep_mask(zeros, value + i, 9, 25)[8 * half, 8 * place]) for i in (0, 1)]
+            wrong += [] if is_there == [True, False] else [f"{value:#x}"]
+    yield "Philox4x32-10, known answer", f"other values than {', '.join(wrong)}" if wrong else None
 
 
 def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
@@ -131,14 +175,12 @@ def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
     for device in sorted({device for device, _ in backends}):
         same = torch.equal(mask, state._keep_mask_torch(key.to(device), *placed).cpu())
         yield f"mask of the extension = torch ops on {device}", None if same else "other bits"
-    whole = state.keep_mask(key, P, 500, 500)
-    rate, sigma = whole.double().mean().item(), (P * (1 - P) / whole.numel()) ** 0.5
-    yield "keep rate of a mask", None if abs(rate - (1 - P)) < 5 * sigma else f"{rate:.4f}, not {1 - P}"
+    threshold, scale = state.threshold_scale(P)
     for device, backend in backends:
         dropped = _choices.primitives(backend).dropout(
-            torch.ones(70, 130, device=device), key.to(device), *state.threshold_scale(P), row_base=32
+            torch.ones(70, 130, device=device), key.to(device), threshold, scale, row_base=32
         )
-        same = torch.equal(dropped.cpu() != 0, state.keep_mask(key, P, 70, 130, row_base=32))
+        same = torch.equal(dropped.cpu() != 0, keep_mask(key, threshold, 70, 130, 32))
         yield f"mask of dropout = extension, {device} {backend}", None if same else "other bits"
 
 
@@ -156,29 +198,25 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
     """Outputs, gradients and saved bytes at the three recompute modes."""
-    entry, unfused = catalog.OPS[name], functools.partial(PLAIN[name], ACTIVATIONS[activation])
-    arguments = entry.inputs(SIZES)
-    leaves = catalog.random_leaves(arguments, dtype, device)
+    unfused = functools.partial(PLAIN[name], ACTIVATIONS[activation])
+    leaves = random_inputs(name, TOKENS, SIZES, dtype, device)
+    on_meta = {key: torch.empty_like(leaf, device="meta").requires_grad_() for key, leaf in leaves.items()}
     dy = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
     doubles = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
     exact = gradients(lambda: unfused(doubles), doubles, dy.double())
     eager = relative_errors(gradients(lambda: unfused(leaves), leaves, dy), exact)
-    parameters = [leaf for key, leaf in leaves.items() if key != "x"]
     for mode in _choices.MODES:
         options = {"activation": activation, "recompute": mode}
-
-        def fused(options: dict[str, str] = options) -> Tensor:
-            with ops.backend(backend):
-                return catalog.call(entry, arguments, leaves, **options)
-
-        with saved_tensors(exclude=parameters) as saved:
-            fused()
-        ratio, worst = error_ratio(relative_errors(gradients(fused, leaves, dy), exact), eager, dtype)
-        wanted = catalog.saved_bytes(entry, arguments, dtype, **options)
+        run = functools.partial(call, name, leaves, **options)
+        with ops.backend("eager"):
+            wanted = saved_bytes(name, on_meta, **options)
+        with ops.backend(backend):
+            saved, found = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
+        ratio, worst = error_ratio(relative_errors(found, exact), eager, dtype)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
-        faults += [] if saved.bytes == wanted else [f"saves {saved.bytes} B, declared are {wanted}"]
+        faults += [] if saved == wanted else [f"saves {saved} B, declared are {wanted}"]
         what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
-        yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
+        yield f"{what}: error {ratio:.2f} of eager's, {saved / TOKENS:g} B/token", "; ".join(faults) or None
 
 
 def checks() -> Iterator[Iterator[Result]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.architectures import Llama, Stack, ids, with_tables
 from support.interpreter import quicken
+from support.masks import keep_mask
 from support.ranks import on_ranks
 from support.strategies import (
     BLOCKS,
@@ -224,7 +225,7 @@ def test_torchs_own_styles_on_the_inner_layers(mesh):
     assert saved.bytes == saved_eager.bytes == x.nbytes
     ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first sublayer
     torch.manual_seed(1)
-    mask = state.keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)
+    mask = keep_mask(state.draw(x), P, B * S, HIDDEN // 2).repeat(1, 2).view(B, S, HIDDEN)
     scale = state.threshold_scale(P)[1]
     expected = unfused.fc2(torch.where(mask, nn.functional.gelu(unfused.fc1(x)) * scale, 0))
     torch.testing.assert_close(step(ours, x, weight)[0], expected)

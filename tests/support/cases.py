@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 import triton
+from support.masks import keep_mask
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-from ckptkern import state
 
 MODES = ("none", "selective", "full")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +30,7 @@ def expected_mask(p: float, rows: int, cols: int, seed: int = SEED, device: torc
     """The mask of the first draw after torch.manual_seed(seed), whose definition tests/test_state.py tests."""
     generator = torch.Generator(device).manual_seed(seed)
     drawn = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device)
-    return state.keep_mask(drawn, p, rows, cols)
+    return keep_mask(drawn, p, rows, cols)
 
 
 def seeded(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:

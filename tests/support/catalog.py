@@ -1,7 +1,7 @@
 """The catalogue: every op once, for the tests that run all of them.
 
 An entry has example inputs of any sizes, and for each option one value that differs from its default, with the arguments that
-go with it. Those of `ckptkern.ops.catalog` are among them.
+go with it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,31 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from ckptkern.ops.attention.block import AttentionBlock
-from ckptkern.ops.attention.latent import LatentAttentionBlock, latent_attention_block
-from ckptkern.ops.attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
-from ckptkern.ops.catalog import (
-    HEAD_DIM,
+from support.example_inputs import OPS as INPUTS
+from support.example_inputs import (
     Arguments,
     Normal,
     Sizes,
-    branch_of_attention,
-    branch_of_mlp,
     call,
     input_shapes,
-    layer_inputs,
+    layer_of,
     normal,
     random_leaves,
     saved_bytes,
     x_of,
 )
-from ckptkern.ops.catalog import OPS as INPUTS
+from torch import Tensor
+
+from ckptkern.ops.attention.block import AttentionBlock, attention_block
+from ckptkern.ops.attention.latent import LatentAttentionBlock, latent_attention_block
+from ckptkern.ops.attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
 from ckptkern.ops.cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from ckptkern.ops.cross_entropy.op import LinearCrossEntropy
 from ckptkern.ops.dispatch.choices import MODES
 from ckptkern.ops.distillation import LinearDistillation, linear_distillation, linear_topk_distillation
 from ckptkern.ops.experts import Experts, grouped_gated_mlp, moe_mlp
 from ckptkern.ops.mlp.linear import LinearAct, LinearStack
-from ckptkern.ops.mlp.mlp import MLP, GatedMLP, MLPBlock
+from ckptkern.ops.mlp.mlp import MLP, GatedMLP, MLPBlock, mlp_block
 from ckptkern.ops.moe import MoEBlock, moe_block
 from ckptkern.ops.registration.op import Op
 from ckptkern.ops.sublayer.dropout import Dropout, dropout
@@ -50,6 +47,7 @@ __all__ = [
     "gain", "input_shapes", "normal", "random_leaves", "saved_bytes",
 ]  # fmt: skip
 
+HEAD_DIM = 4
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
 ACROSS_RANKS = "needs several processes"  # an option's value
 SPLIT = {"group": ACROSS_RANKS, "vocab_start": ACROSS_RANKS}
@@ -72,6 +70,22 @@ def alone(**values: Any) -> dict[str, Arguments]:
 def together(common: Arguments, **values: Any) -> dict[str, Arguments]:
     """Options that go with others."""
     return {name: common | {name: value} for name, value in values.items()}
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------------
+
+
+def branch_of_mlp(s: Sizes) -> Arguments:
+    return layer_of("up_", s.hidden, s.features) | layer_of("down_", s.features, s.hidden)
+
+
+def branch_of_attention(s: Sizes, kv_heads: int | None = None) -> Arguments:
+    own, packed = s.heads * HEAD_DIM, (s.heads + 2 * (kv_heads or s.heads)) * HEAD_DIM
+    return layer_of("qkv_", packed, s.features) | layer_of("out_", s.features, own) | {"num_heads": s.heads}
+
+
+def layer_inputs(s: Sizes) -> Arguments:
+    return x_of(s) | dict(attention_arguments=branch_of_attention(s), mlp_arguments=branch_of_mlp(s))
 
 
 # -- linear layers and MLPs --------------------------------------------------------------------------------------------
@@ -438,7 +452,7 @@ class Entry(NamedTuple):
 
 def _entry(op: type[Op], chosen: Callable[[Sizes], dict[str, Arguments]]) -> Entry:
     """That of an op whose inputs the package has."""
-    known = INPUTS["transformer_layer" if op is LAYER_OPS[0] else op.name]
+    known = INPUTS[op.name]
     return Entry(known.function, op, known.inputs, chosen)
 
 
@@ -449,10 +463,10 @@ OPS = {
         _entry(LinearStack, lambda s: alone(activation="gelu")),
         _entry(MLP, _mlp_options("gelu")),
         _entry(GatedMLP, _mlp_options("silu")),
-        _entry(MLPBlock, _mlp_block_options),
-        _entry(AttentionBlock, _attention_options),
+        Entry(mlp_block, MLPBlock, lambda s: x_of(s) | branch_of_mlp(s), _mlp_block_options),
+        Entry(attention_block, AttentionBlock, lambda s: x_of(s) | branch_of_attention(s), _attention_options),
         Entry(latent_attention_block, LatentAttentionBlock, _latent, _latent_options),
-        _entry(LAYER_OPS[0], _layer_options),
+        Entry(transformer_layer, LAYER_OPS[0], layer_inputs, _layer_options),
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
         Entry(varlen_attn, Attention, _varlen_inputs, _varlen_options),
         Entry(moe_mlp, Experts, _moe_mlp, lambda s: alone(activation="gelu", lora=_experts_lora(s))),

@@ -17,10 +17,11 @@ import torch
 import triton
 from codegen.cases import AttentionCase, Case, Inputs
 from codegen.launchers import LAUNCHERS, Launcher
+from support import launchers as eager
 from support.cases import SAMPLES
 from torch import Tensor
 
-from ckptkern import eager, state, triton_kernels
+from ckptkern import state, triton_kernels
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,9 +13,10 @@ import math
 
 import torch
 import torch.nn.functional as F
+from support.masks import keep_mask
 from torch import Tensor
 
-from ckptkern.state import keep_mask, threshold_scale
+from ckptkern.state import threshold_scale
 
 ACTIVATIONS = {
     "relu": torch.relu,

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from support import launchers as eager
 from support.drop_ins import pairwise
 from support.kernel_cases import DTYPES, EPS, assert_accurate, assert_equal, dropout_of
 
-from ckptkern import eager, triton_kernels
+from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.attention import AttentionTile
 

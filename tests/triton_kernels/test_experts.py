@@ -6,12 +6,13 @@ import pytest
 import torch
 from codegen import experts
 from codegen.cases import Case
+from support import launchers as eager
 from support.cases import NoSync
 from support.kernel_cases import DTYPES, Tails, check_like_eager
 from torch import Tensor
 
 import ckptkern
-from ckptkern import eager, triton_kernels
+from ckptkern import triton_kernels
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, family_of
 

@@ -8,6 +8,7 @@ import torch
 import triton
 from codegen import experts
 from codegen.cases import DROPOUT_OPS, MATMUL_OPS, OPS, VARIANTS, AttentionCase, Case
+from support import launchers as eager
 from support.cases import every_other, padded_rows, transposed
 from support.drop_ins import pairwise
 from support.kernel_cases import (
@@ -31,7 +32,7 @@ from support.kernel_cases import (
 )
 from torch import Tensor
 
-from ckptkern import eager, triton_kernels
+from ckptkern import triton_kernels
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
 

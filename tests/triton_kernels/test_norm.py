@@ -25,14 +25,14 @@ quiet = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # 
 
 
 class Rows:
-    """norm_fwd and norm_bwd; M x D rows with a mean of `shift`, and an addend and a residual like them."""
+    """norm_fwd and norm_bwd; M x D rows with a mean of `shift`, and a residual like them."""
 
     SHAPE, ROW, CHUNK = (37, 40), (4,), (slice(5, 29),)
     LONG = (150, 40), (5, 9000)
 
     def inputs(self, shape, dtype, device="cpu", kind="layer", shift=0.5):
         weight, bias = 1 + torch.randn(shape[-1]) / 2, torch.randn(shape[-1])
-        t = {name: torch.randn(shape) for name in ("x", "addend", "residual", "dy")} | {"weight": weight, "bias": bias}
+        t = {name: torch.randn(shape) for name in ("x", "residual", "dy")} | {"weight": weight, "bias": bias}
         t["x"] += shift
         return {name: one.to(device, dtype) for name, one in t.items()} | {"kind": kind}
 
@@ -122,7 +122,7 @@ MIXED = [(dtype,) * 3 for dtype in DTYPES] + [
 
 
 def of_dtypes(t: dict, x: torch.dtype, rest: torch.dtype, grad: torch.dtype) -> dict:
-    dtypes = dict.fromkeys(("x", "addend", "residual"), x) | {"dy": grad}
+    dtypes = dict.fromkeys(("x", "residual"), x) | {"dy": grad}
     return {name: one.to(dtypes.get(name, rest)) if isinstance(one, torch.Tensor) else one for name, one in t.items()}
 
 
@@ -244,19 +244,6 @@ def test_optional_arguments(D, kind, device):
     for name in ("dweight", "dbias"):
         some = rows.backward("triton", bare, **{f"need_{name}": False})
         assert_equal(some, {other: expected[other] for other in ("dx", "dweight", "dbias") if other != name})
-
-
-@each_kind
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_addend(dtype, kind, device):
-    """The norm of a sum is that of the rounded sum, which backward can be given: bit by bit."""
-    t = rows.inputs((70, 96), dtype, device, kind)
-    options = {"addend": t["addend"].float()}
-    (xn, total), (_, of_eager) = (rows.forward(backend, t, keep_sum=True, **options) for backend in BACKENDS)
-    assert torch.equal(total, (t["x"].float() + options["addend"]).to(dtype))
-    assert torch.equal(of_eager, total)
-    assert torch.equal(xn, rows.forward("triton", t | {"x": total}))
-    assert torch.equal(xn, rows.forward("triton", t, **options))
 
 
 # -- heads alone --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.kernel_cases import DROPPING, STATE, dropout_of, inputs_of, kernel
+from support.masks import keep_mask
 
 from ckptkern import state, triton_kernels
 from ckptkern.triton_kernels.tile import Tile
@@ -40,7 +41,7 @@ def test_one_mask_for_every_tile_and_place(launcher, tile, row_base, col_base, d
     """Forward's h and backward's gradients are dropped by the mask that the CPU extension samples, whichever rows are a chunk's
     and whichever columns a shard's."""
     place = {"row_base": row_base, "col_base": col_base}
-    expected = state.keep_mask(torch.tensor(STATE), P, 40, 150, **place)
+    expected = keep_mask(torch.tensor(STATE), P, 40, 150, **place)
     for name, mask in masks_of(launcher, 40, 150, dtype=dtype, device=device, tile=tile, **place):
         assert torch.equal(mask, expected), name
 
@@ -58,7 +59,7 @@ def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, col_ba
     ones, shape = torch.ones(48, 70, device=device), dict(zip(("BLOCK_M", "BLOCK_N"), blocks, strict=True))
     ones[7] = float("nan")
     y = triton_kernels.dropout(ones, *dropout_of(P, device, col_base), row_base=row_base, blocks=shape)
-    expected = state.keep_mask(torch.tensor(STATE), P, 48, 70, row_base=row_base, col_base=col_base)
+    expected = keep_mask(torch.tensor(STATE), P, 48, 70, row_base=row_base, col_base=col_base)
     assert torch.equal(y.cpu() != 0, expected)
 
 
@@ -70,5 +71,5 @@ def test_every_part_of_the_state_counts(word, bit, device):
     seed[word] ^= torch.tensor(1, dtype=torch.int64) << bit
     x = torch.ones(32, 64, device=device)
     mask = triton_kernels.dropout(x, seed.to(device), *state.threshold_scale(0.5)).cpu() != 0
-    assert torch.equal(mask, state.keep_mask(seed, 0.5, 32, 64))
-    assert not torch.equal(mask, state.keep_mask(torch.tensor(STATE), 0.5, 32, 64))
+    assert torch.equal(mask, keep_mask(seed, 0.5, 32, 64))
+    assert not torch.equal(mask, keep_mask(torch.tensor(STATE), 0.5, 32, 64))

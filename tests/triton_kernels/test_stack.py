@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from support import launchers as eager
 from support.kernel_cases import DTYPES, assert_equal, check_results
 
-from ckptkern import eager, triton_kernels
+from ckptkern import triton_kernels
 from ckptkern.triton_kernels import pack_stack, stack_width
 from ckptkern.triton_kernels.tile import INTERPRETER
 

@@ -12,7 +12,7 @@ from ..sublayer.lora import LoRA
 from ..sublayer.residual import called
 from .arguments import gather
 from .core_sublayer import CoreOp, constants_of
-from .sublayer import AttentionSublayer, attention_reference
+from .sublayer import AttentionSublayer
 from .tensors import AttentionOptions, AttentionTensors
 
 
@@ -20,7 +20,6 @@ class AttentionBlock(CoreOp):
     name = "attention_block"
     Tensors, Options, Sublayer = AttentionTensors, AttentionOptions, AttentionSublayer
     constants = constants_of(AttentionTensors)
-    in_torch_ops = staticmethod(attention_reference)
 
 
 _apply = build(AttentionBlock)

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.gradients import Late, PartGrads, Place, WeightGrad, add_matmul
-from ..registration.op import SublayerOp, needed_names
-from ..sublayer.lora import LowRank, names_of
-from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
+from ..registration.gradients import Delayed, Late, Place, WeightGrad, add_matmul, main_grad_of
+from ..registration.op import SublayerOp, needed_names, row_count, rows_2d
+from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
+from ..sublayer.residual import OF_NORM, RandomStates, Sublayer, reference_inputs, reference_output
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import Division, PositionTensors, batch_and_rows
+from .tensors import LAYERS, Division, PositionTensors, batch_and_rows
 
 # Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
 # values that its gradient is formed of, beside the quantity's own gradient and the parameters.
@@ -82,11 +82,67 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
     return Plan(need, frozenset(formed), frozenset(values))
 
 
-class Gradients(PartGrads):
-    """The gradients that a backward forms. totals: those of what projections read, summed over groups of heads."""
+class Gradients:
+    """Gradients, by name, of parameters whose parts are read one after another: the part of each at its `place` in one tensor,
+    or, where all read the same, a sum in float32, rounded once.
+
+    t: the parameters, a NamedTuple; parts: how often a sum is added to. A gradient that was added to a main_grad is None.
+    totals: the gradients of what projections read, summed over groups of heads.
+    """
 
     plan: Plan
-    totals: dict[str, Tensor]
+
+    def __init__(self, t: Any, parts: int):
+        self.t, self.parts = t, parts
+        self.sums: dict[str, WeightGrad] = {}
+        self.grads: dict[str, Any] = {}
+        self.wholes: dict[str, Tensor] = {}
+        self.totals: dict[str, Tensor] = {}
+
+    def whole(self, name: str) -> Tensor:
+        """The tensor in which parts of a gradient are written."""
+        if name not in self.wholes:
+            parameter = getattr(self.t, name)
+            self.wholes[name] = parameter.new_empty(parameter.shape)
+        return self.wholes[name]
+
+    def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
+        """What sums the gradient of the weight's part over chunks; `written` when it is complete."""
+        weight = getattr(self.t, name)
+        whole = None if place is None or main_grad_of(weight) is not None else functools.partial(self.whole, name)
+        return WeightGrad(weight, chunks, place=place, whole=whole)
+
+    def written(self, sums: dict[str, WeightGrad]) -> None:
+        """Takes those of the sums that nothing more is added to."""
+        for name, grad in sums.items():
+            if name not in self.sums:
+                result, before = grad.result(), self.grads.get(name)
+                if isinstance(result, Delayed) and before is not None:
+                    before.sums.extend(result.sums)
+                else:
+                    self.grads[name] = result
+
+    def sum_of(self, name: str) -> WeightGrad:
+        """What sums the gradient of a weight that all parts read."""
+        if name not in self.sums:
+            self.sums[name] = WeightGrad(getattr(self.t, name), self.parts)
+        return self.sums[name]
+
+    def put(self, name: str, grad: Tensor | None, place: Place | None) -> None:
+        """The gradient of the part at `place`."""
+        if place is None or grad is None:
+            self.grads[name] = grad
+        else:
+            self.grads[name] = whole = self.whole(name)
+            whole[place] = grad
+
+    def add(self, name: str, grad: Tensor | None) -> None:
+        """Adds to a sum that is not rounded here."""
+        before = self.grads.get(name)
+        self.grads[name] = grad if before is None else before.add_(grad)
+
+    def results(self) -> dict[str, Any]:
+        return self.grads | {name: total.result() for name, total in self.sums.items()}
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -99,6 +155,11 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
     if context is None or t.cos is None or t.cos.shape[-2] == S:
         return t.cos, t.sin
     return context.own(t.cos, -2), context.own(t.sin, -2)
+
+
+def update_of(letter: str, rows: int, t: Any, o: Any) -> LowRank | None:
+    """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
+    return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
 def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
@@ -120,6 +181,7 @@ class CoreSublayer(Sublayer):
     division, of_heads     how many groups there are, and along which dimension of a tensor its heads are
     source, source_values  what projections read, and which quantities it is for
     projected              q, k, v of all heads, as they are saved
+    reference_heads        (h, t, o) -> q, k, v [B, S, heads, D], the gate of o or None, in differentiable PyTorch ops
     heads                  q, k, v as the core reads them
     add_projection_gradients, input_gradient
     """
@@ -260,7 +322,7 @@ class CoreSublayer(Sublayer):
         """
         plan = self.plan(needed_names(type(self.t), needs), saved, f)
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
-        grads.plan, grads.totals = plan, {}
+        grads.plan = plan
         dy, made, raw = self.down_to_projections(dy, saved, f, grads)
         dh = self.input_gradient(raw, grads)
         made |= grads.results()
@@ -416,6 +478,18 @@ class CoreOp(SublayerOp):
     @classmethod
     def gradients(cls, dy, x, t, o, saved, needs):
         return cls.Sublayer(x, t, o, shares=True).backward(dy, saved, needs)
+
+    @classmethod
+    def in_torch_ops(cls, x, t, o):
+        """Raises NotImplementedError for a part of a sequence."""
+        if o.context is not None:
+            raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
+        *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
+        out = eager.attention_reference(*(one.transpose(1, 2) for one in heads), sublayer_core(t, o)).transpose(1, 2)
+        out = out if gate is None else out * torch.sigmoid(gate)
+        out = out.reshape(*x.shape[:-1], t.wo.shape[1])
+        f = reference_linear(out, t.wo, t.bo, update_of("o", row_count(x), t, o))
+        return reference_output(x, f, t, o)
 
 
 def constants_of(kind: type) -> frozenset[int]:

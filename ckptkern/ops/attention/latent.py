@@ -14,14 +14,13 @@ from ..sublayer.residual import called, check_norm
 from .arguments import around_core, check_scores
 from .core import check_whole_sequence
 from .core_sublayer import CoreOp, constants_of
-from .latent_sublayer import LatentOptions, LatentSizes, LatentSublayer, LatentTensors, latent_reference
+from .latent_sublayer import LatentOptions, LatentSizes, LatentSublayer, LatentTensors
 
 
 class LatentAttentionBlock(CoreOp):
     name = "latent_attention_block"
     Tensors, Options, Sublayer = LatentTensors, LatentOptions, LatentSublayer
     constants = constants_of(LatentTensors)
-    in_torch_ops = staticmethod(latent_reference)
 
 
 _apply = build(LatentAttentionBlock)

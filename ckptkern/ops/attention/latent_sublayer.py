@@ -8,19 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import add_matmul
-from ..registration.op import cast_parameter, with_fields
-from ..sublayer.residual import (
-    AroundTensors,
-    RandomStates,
-    SublayerOptions,
-    reference_inputs,
-    reference_norm,
-    reference_output,
-)
+from ..registration.op import with_fields
+from ..sublayer.lora import reference_linear
+from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions
 from .core import CoreOptions
 from .core_sublayer import (
     CoreSublayer,
@@ -32,9 +25,7 @@ from .core_sublayer import (
     linear_operands,
     norm_operands,
     rotary_of,
-    sublayer_core,
 )
-from .rotary import reference_rotary
 from .tensors import Division, HeadsOptions, PositionTensors, batch_and_rows, bytes_around
 
 
@@ -56,7 +47,7 @@ class LatentTensors(NamedTuple):
     wo: Tensor
     bo: Tensor | None
 
-    slopes = sinks = cu = None  # what it does not take of attention
+    slopes = sinks = cu = key_value = None  # what it does not take of attention
 
 
 @with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
@@ -341,27 +332,24 @@ class LatentSublayer(CoreSublayer):
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
         return dh
 
+    # -- the reference implementation
 
-def latent_reference(x: Tensor, t: LatentTensors, o: LatentOptions) -> Tensor:
-    """The sublayer in differentiable PyTorch ops."""
-    (B, S), (H, nope, rope, v, _, kv_rank) = batch_and_rows(x), sizes_of(t, o.num_heads)
-    h = reference_inputs(x, t, o).reshape(B, S, x.shape[-1])
+    @staticmethod
+    def reference_heads(h: Tensor, t: LatentTensors, o: LatentOptions) -> tuple[Tensor, Tensor, Tensor, None]:
+        (B, S), (H, nope, rope, v, _, kv_rank) = batch_and_rows(h), sizes_of(t, o.num_heads)
+        h = h.reshape(B, S, h.shape[-1])
 
-    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(rows, cast_parameter(weight, o.dtype), cast_parameter(bias, o.dtype))
+        def norm(latent: Tensor, weight: Tensor | None) -> Tensor:
+            arguments = weight, None, o.latent_norm_eps, "rms", o.dtype
+            return latent if weight is None else eager.norm_fwd(latent, *arguments)
 
-    def norm(latent: Tensor, weight: Tensor | None) -> Tensor:
-        return latent if weight is None else reference_norm(latent, "rms", weight, None, o.latent_norm_eps)
-
-    q = h if t.wqa is None else norm(linear(h, t.wqa, t.bqa), t.q_a_norm)
-    q = linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope))
-    latent, shared = linear(h, t.wkva, t.bkva).split([kv_rank, rope], -1)
-    k, value = linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb).unflatten(-1, (H, nope + v)).split([nope, v], -1)
-    unrotated, q = q.split([nope, rope], -1)
-    shared = shared.unsqueeze(2)
-    cos, sin = rotary_of(S, rope, t, o)
-    if cos is not None:
-        q, shared = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, shared))
-    q, k = torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1)
-    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2), sublayer_core(t, o))
-    return reference_output(x, linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * v), t.wo, t.bo), t, o)
+        q = h if t.wqa is None else norm(reference_linear(h, t.wqa, t.bqa), t.q_a_norm)
+        q = reference_linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope))
+        latent, shared = reference_linear(h, t.wkva, t.bkva).split([kv_rank, rope], -1)
+        kv = reference_linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb)
+        k, value = kv.unflatten(-1, (H, nope + v)).split([nope, v], -1)
+        unrotated, q = q.split([nope, rope], -1)
+        shared, angles = shared.unsqueeze(2), rotary_of(S, rope, t, o)
+        if angles[0] is not None:
+            q, shared = (eager.heads_fwd(heads, None, 0.0, *angles, o.interleaved) for heads in (q, shared))
+        return torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1), value, None

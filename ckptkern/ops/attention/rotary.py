@@ -1,4 +1,4 @@
-"""Rotary embedding: its tables, as given or made from theta, and its reference implementation in differentiable PyTorch ops."""
+"""Rotary embedding: its tables, as given or made from theta."""
 
 from __future__ import annotations
 
@@ -39,15 +39,3 @@ def positions_of(S: int, device: torch.device, cu_seqlens: Tensor | None) -> Ten
     if cu_seqlens is None:
         return rows
     return rows - cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
-
-
-def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, S, H, D], cos and sin [S, R], [1, S, R] or [B, S, R]: the first R dimensions are rotated."""
-    R = cos.shape[-1]
-    cos, sin = (c.to(x.dtype)[..., None, :] for c in (cos, sin))
-    rotated, rest = x[..., :R], x[..., R:]
-    if interleaved:
-        crossed = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
-    else:
-        crossed = torch.cat((-rotated[..., R // 2 :], rotated[..., : R // 2]), -1)
-    return torch.cat((rotated * cos + crossed * sin, rest), -1)

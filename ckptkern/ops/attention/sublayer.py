@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import add_matmul
-from ..registration.op import cast_parameter, rows_2d
-from ..sublayer.lora import LowRank, low_rank, names_of
-from ..sublayer.residual import reference_inputs, reference_norm, reference_output
+from ..registration.op import rows_2d
+from ..sublayer.lora import LowRank, names_of, reference_linear
 from .context import ExchangedHeads, GatheredHeads
 from .core_sublayer import (
     CoreSublayer,
@@ -27,9 +26,8 @@ from .core_sublayer import (
     linear_operands,
     norm_operands,
     rotary_of,
-    sublayer_core,
+    update_of,
 )
-from .rotary import reference_rotary
 from .tensors import (
     LAYERS,
     AttentionOptions,
@@ -45,11 +43,6 @@ from .tensors import (
 )
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
-
-
-def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) -> LowRank | None:
-    """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
-    return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
 def attention_table(packed: bool, crosses: bool, gate: str, normed: bool, trailing: bool, post_norm: bool) -> Table:
@@ -170,22 +163,10 @@ class AttentionSublayer(CoreSublayer):
     def rotated(self, raw: Tensor, name: str, keeps_raw: bool) -> Tensor:
         """q or k [B, H, S, D] as the core reads it, from its projection [B, S, H, D]: with the norm of this name and rotation,
         in place unless `keeps_raw`."""
-        if not self.rotates:
-            return raw.transpose(1, 2)
-        o, out = self.o, None if keeps_raw else raw
-        weight, bias = getattr(self.t, name), getattr(self.t, f"{name}_bias")
-        if over_all_heads(weight, self.D):
-            normed = self.p.norm_fwd(self.in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype)
-            raw, weight, bias = normed.view(raw.shape), None, None
-            if self.angles[0] is None:
-                return raw.transpose(1, 2)
-            out = raw
-        options = dict(bias=bias, kind=o.qk_norm, out=out)
-        return self.p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options).transpose(1, 2)
-
-    def in_rows(self, heads: Tensor) -> Tensor:
-        """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
-        return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
+        if self.rotates:
+            norm = getattr(self.t, name), getattr(self.t, f"{name}_bias")
+            raw = rotated(self.p, raw, *norm, self.angles, self.o, None if keeps_raw else raw)
+        return raw.transpose(1, 2)
 
     def heads(
         self, h: Tensor | None, saved: Saved, save_raw: bool, *, backward: bool
@@ -259,7 +240,7 @@ class AttentionSublayer(CoreSublayer):
         if over_all_heads(weight, self.D):
             if self.angles[0] is not None:
                 dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
-            dx, *made = self.p.norm_bwd(self.in_rows(dy), self.in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
+            dx, *made = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
             dx = dx.view(dy.shape)
         else:
             options = dict(kind=o.qk_norm, out=place, **needs)
@@ -287,7 +268,7 @@ class AttentionSublayer(CoreSublayer):
             if self.rotates and formed[i]:
                 heads[i] = self.rotation_backward(heads[i], raw[i], name, places[i], grads)
         if buffer is None:
-            ds = [None if grad is None else self.in_rows(grad) for grad in heads]
+            ds = [None if grad is None else in_rows(grad) for grad in heads]
             return ds if not self.gate_letter else [*ds, None if dgate is None else dgate.flatten(0, 1).flatten(1)]
         dqkv, o = buffer[0], self.o
         for place in places:
@@ -337,42 +318,46 @@ class AttentionSublayer(CoreSublayer):
             grads.put("key_value", grads.totals["key_value"].view(self.t.key_value.shape), None)
         return grads.totals.get("h")
 
+    # -- the reference implementation
 
-# -- the reference implementation, of which second derivatives are made --------------------------------------------------
+    @staticmethod
+    def reference_heads(
+        h: Tensor, t: AttentionTensors, o: AttentionOptions
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        (B, S), D = batch_and_rows(h), t.wo.shape[1] // o.num_heads
+        sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
+        blocks = []
+        for part in projections(t, o):
+            pair = None if part.letter == "g" else update_of(part.letter, B * S, t, o)
+            y = reference_linear(sources[part.of_key_value], part.weight, part.bias, pair)
+            blocks.append(y.flatten(0, -2))
+        q, k, v = split_heads(blocks, t, o, B, S)
+        angles = rotary_of(S, D, t, o)
+        if t.q_norm is not None or angles[0] is not None:
+            q = rotated(eager, q, t.q_norm, t.q_norm_bias, angles, o)
+            k = rotated(eager, k, t.k_norm, t.k_norm_bias, angles, o)
+        return q, k, v, split_gate(blocks, t, o, B, S) if t.wg is not None or o.gate_in_query else None
 
 
-def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
-    """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
-    rows = heads.flatten(-2) if over_all_heads(weight, heads.shape[-1]) else heads
-    h = reference_norm(rows, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
-    return (h if bias is None else h + cast_parameter(bias, heads.dtype)).view(heads.shape)
+def in_rows(heads: Tensor) -> Tensor:
+    """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
+    B, S, H, D = heads.shape
+    return heads.reshape(B * S, H * D)
 
 
-def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
-    """The sublayer in differentiable PyTorch ops. Raises NotImplementedError for a part of a sequence."""
-    if o.context is not None:
-        raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
-    B, S = batch_and_rows(x)
-    H, D = o.num_heads, t.wo.shape[1] // o.num_heads
-    h = reference_inputs(x, t, o)
-
-    def linear(rows: Tensor, part: Projection) -> Tensor:
-        y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
-        pair = None if part.letter == "g" else update_of(part.letter, B * S, t, o)
-        return y if pair is None else y + pair.reference(rows)
-
-    sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
-    blocks = [linear(sources[part.of_key_value], part).flatten(0, -2) for part in projections(t, o)]
-    q, k, v = split_heads(blocks, t, o, B, S)
-    if t.q_norm is not None:
-        q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
-    cos, sin = rotary_of(S, D, t, o)
-    if cos is not None:
-        q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
-    core = sublayer_core(t, o)
-    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    out = out.transpose(1, 2)
-    if t.wg is not None or o.gate_in_query:
-        out = out * torch.sigmoid(split_gate(blocks, t, o, B, S))
-    f = linear(out.reshape(*x.shape[:-1], H * D), Projection("o", t.wo, t.bo, False))
-    return reference_output(x, f, t, o)
+def rotated(
+    p: ModuleType,
+    raw: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    angles: tuple[Tensor | None, Tensor | None],
+    o: AttentionOptions,
+    out: Tensor | None = None,
+) -> Tensor:
+    """q or k [B, S, H, D] as the core reads it, from its projection: with a norm and rotation, in `out` if there is one."""
+    if over_all_heads(weight, raw.shape[3]):
+        raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
+        if angles[0] is None:
+            return raw
+        weight, bias, out = None, None, raw
+    return p.heads_fwd(raw, weight, o.qk_norm_eps, *angles, o.interleaved, bias=bias, kind=o.qk_norm, out=out)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ...results import GatedForward, LinearForward
+from ...eager.mlp import Steps
 
 CAPABILITIES = ((9, 0), (10, 0))  # of torch's kernel
 NOT_ZEROED = (10, 0)  # leaves an expert without rows what the accumulator held (pytorch#172439, cutlass#2674)
@@ -130,62 +130,17 @@ class Kernels:
         return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
 
 
-class Library(GroupedExperts, Kernels):
+class Library(GroupedExperts, Kernels, Steps):
     """Runs cuBLAS's matmuls, and elementwise kernels between them."""
 
-    def linear_fwd(
-        self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
-    ):
-        if activation == "relu" and not save_z:
-            z, h = None, self.relu(x, w, b)
-        else:
-            z = self.linear(x, w, b)
-            h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
-        bits = self.kernels.relu_bits(h) if save_bits else None
-        return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, bits)
+    recomputes_relu = True  # by the matmul that forward ran: relu's own result tells what z would
 
     def relu(self, x, w, b):
         """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded
         z. That of tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""
         if b is not None and x.is_cuda and x.shape[1]:  # without features ATen gives b as it is
             return torch._addmm_activation(b, x, w.t())
-        return self.kernels.act_fwd(self.linear(x, w, b), None, "relu")
-
-    def recomputed(self, x, w, b, activation):
-        """Returns z, or relu's own result by the matmul that forward ran: it tells what z would."""
-        return self.relu(x, w, b) if activation == "relu" else self.linear(x, w, b)
-
-    def mlp_bwd(self, x, w1, b1, dy, w2, activation, precision, *, save_h=True, **wanted):
-        z = self.recomputed(x, w1, b1, activation)
-        return self.act_grad(dy, w2, z, activation, precision, save_h=save_h, h_over_z=True, **wanted)
-
-    def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
-        g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
-        return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted, over_gu=True)
-
-    def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
-        return self.kernels.act_bwd(dh, self.recomputed(x, w, b, activation), activation, db=db)
-
-    def act_grad(self, dy, w, z, activation, precision, *, save_h=False, **wanted):
-        return self.hidden_grads(self.kernels.hidden_grad, dy, w, (z, activation), save_h, **wanted)
-
-    def gated_act_grad(self, dy, wd, g, u, activation, precision, *, save_h=True, **wanted):
-        """Takes over_gu, too: dg and du may be written over g and u."""
-        return self.hidden_grads(self.kernels.gated_hidden_grad, dy, wd, (g, u, activation), save_h, **wanted)
-
-    def hidden_grads(self, launcher, dy, w, saved, save_h, *, dropout=eager.NO_DROPOUT, row_base=0, **wanted):
-        """Returns what the elementwise kernel gives of dh = dropout(dy w), with h behind the dropout."""
-        dh = self.apply_dropout(self.mm(dy, w), dropout, row_base)
-        grads = launcher(dh, *saved, save_h=save_h, over=True, **wanted)
-        del dh
-        return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
-
-    def gated_fwd(
-        self, x, wg, bg, wu, bu, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_gu=False
-    ):
-        g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
-        h = self.apply_dropout(self.kernels.act_fwd(g, u, activation), dropout, row_base)
-        return GatedForward(h, g, u) if save_gu else GatedForward(h, None, None)
+        return super().relu(x, w, b)
 
 
 OF_KERNELS = {"triton": Kernels, "library": Library}

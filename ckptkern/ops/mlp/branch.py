@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ...eager import upcasts
@@ -25,7 +24,7 @@ from ..dispatch.choices import check_weight, primitives
 from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
 from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import dropout_arguments
-from ..sublayer.lora import low_rank, names_of
+from ..sublayer.lora import low_rank, names_of, reference_linear
 
 LAYERS = ("gate", "up", "down")
 BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
@@ -334,11 +333,9 @@ def reference(x: Tensor, t: Any, o: Any) -> Tensor:
     """The MLP of x [..., d] in differentiable PyTorch ops."""
 
     def linear(layer: str, rows: Tensor) -> Tensor:
-        w, b = (cast_parameter(getattr(t, f"{layer}_{part}"), x.dtype) for part in ("weight", "bias"))
         update = low_rank(t, o, LAYERS, layer, row_count(x))
-        y = F.linear(rows, w, b)
-        return y if update is None else y + update.reference(rows)
+        return reference_linear(rows, getattr(t, WEIGHT[layer]), getattr(t, BIAS[layer]), update)
 
     h = eager.act(linear("up" if t.gate_weight is None else "gate", x), o.activation)
     h = h if t.gate_weight is None else h * linear("up", x)
-    return linear("down", eager.reference_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))
+    return linear("down", eager.apply_dropout(h, dropout_arguments(t.rng, o.dropout_p, o.first_column)))

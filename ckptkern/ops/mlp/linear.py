@@ -36,6 +36,7 @@ from ..registration.op import (
     token_chunks,
     unflattened,
 )
+from ..sublayer.lora import reference_linear
 
 X, W, B = range(3)  # of linear_act; X of both
 
@@ -102,8 +103,7 @@ class LinearAct(Op):
     @staticmethod
     def reference(tensors, o):
         x, w, b = tensors
-        z = torch.nn.functional.linear(x, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype))
-        return eager.act(z, o.activation)
+        return eager.act(reference_linear(x, w, b), o.activation)
 
     @classmethod
     def missing_input(cls, dy, tensors, o):
@@ -326,8 +326,8 @@ class LinearStack(Op):
     @staticmethod
     def reference(tensors, o):
         x, weights, biases = _split(tensors)
-        for w, b in _cast(weights, biases, x.dtype):
-            x = eager.act(torch.nn.functional.linear(x, w, b), o.activation)
+        for w, b in zip(weights, biases, strict=True):
+            x = eager.act(reference_linear(x, w, b), o.activation)
         return x
 
 

@@ -8,7 +8,6 @@ runs them. Both passes together run what one whole pass runs, and give its bits.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -465,62 +464,3 @@ class BiasGrad:
 
     def result(self) -> Tensor:
         return cast_parameter(self.total, self.dtype)
-
-
-class PartGrads:
-    """Gradients, by name, of parameters whose parts are read one after another: the part of each at its `place` in one tensor,
-    or, where all read the same, a sum in float32, rounded once.
-
-    t: the parameters, a NamedTuple; parts: how often a sum is added to. A gradient that was added to a main_grad is None.
-    """
-
-    def __init__(self, t: Any, parts: int):
-        self.t, self.parts = t, parts
-        self.sums: dict[str, WeightGrad] = {}
-        self.grads: dict[str, Any] = {}
-        self.wholes: dict[str, Tensor] = {}
-
-    def whole(self, name: str) -> Tensor:
-        """The tensor in which parts of a gradient are written."""
-        if name not in self.wholes:
-            parameter = getattr(self.t, name)
-            self.wholes[name] = parameter.new_empty(parameter.shape)
-        return self.wholes[name]
-
-    def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
-        """What sums the gradient of the weight's part over chunks; `written` when it is complete."""
-        weight = getattr(self.t, name)
-        whole = None if place is None or main_grad_of(weight) is not None else functools.partial(self.whole, name)
-        return WeightGrad(weight, chunks, place=place, whole=whole)
-
-    def written(self, sums: dict[str, WeightGrad]) -> None:
-        """Takes those of the sums that nothing more is added to."""
-        for name, grad in sums.items():
-            if name not in self.sums:
-                result, before = grad.result(), self.grads.get(name)
-                if isinstance(result, Delayed) and before is not None:
-                    before.sums.extend(result.sums)
-                else:
-                    self.grads[name] = result
-
-    def sum_of(self, name: str) -> WeightGrad:
-        """What sums the gradient of a weight that all parts read."""
-        if name not in self.sums:
-            self.sums[name] = WeightGrad(getattr(self.t, name), self.parts)
-        return self.sums[name]
-
-    def put(self, name: str, grad: Tensor | None, place: Place | None) -> None:
-        """The gradient of the part at `place`."""
-        if place is None or grad is None:
-            self.grads[name] = grad
-        else:
-            self.grads[name] = whole = self.whole(name)
-            whole[place] = grad
-
-    def add(self, name: str, grad: Tensor | None) -> None:
-        """Adds to a sum that is not rounded here."""
-        before = self.grads.get(name)
-        self.grads[name] = grad if before is None else before.add_(grad)
-
-    def results(self) -> dict[str, Any]:
-        return self.grads | {name: total.result() for name, total in self.sums.items()}

@@ -63,9 +63,9 @@ class Dropout(Op):
     def reference(tensors, o):
         x, arguments = tensors[0], dropout_arguments(tensors[1], o.p)
         if not o.row_step:
-            return eager.reference_dropout(x, arguments, o.row_base)
+            return eager.apply_dropout(x, arguments, o.row_base)
         return torch.stack(
-            [eager.reference_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
+            [eager.apply_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
         )
 
     @classmethod

@@ -108,7 +108,7 @@ class LowRank(NamedTuple):
 
     def reference(self, x: Tensor) -> Tensor:
         """u B^T in differentiable PyTorch ops, of x [..., d]."""
-        rows = eager.reference_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
+        rows = eager.apply_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
         return F.linear(F.linear(rows, self.a) * self.scale, self.b).to(x.dtype)
 
 
@@ -156,6 +156,12 @@ def grouped_low_rank(
         if a is not None:
             found[layer] = GroupedLowRank(a.contiguous(), b.contiguous(), scale, precision)
     return found
+
+
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None, update: LowRank | None = None) -> Tensor:
+    """A layer in differentiable PyTorch ops, of x [..., d]."""
+    y = F.linear(x, cast_parameter(weight, x.dtype), cast_parameter(bias, x.dtype))
+    return y if update is None else y + update.reference(x)
 
 
 def names_of(layer: str) -> tuple[str, str]:

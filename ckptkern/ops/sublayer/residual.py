@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ...errors import ShapeError
@@ -35,7 +34,7 @@ from ..dispatch.shard import ACTIVE
 from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
 from .dropout import draw_state, dropout_arguments
 from .lora import update_dtype
-from .samples import Samples, at_samples, check_vectors, sample_shape
+from .samples import Samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
@@ -428,44 +427,20 @@ class RowsOp(SublayerOp):
         return sublayer.finished(grads | sums.results(), need)
 
 
-def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """A norm in differentiable PyTorch ops."""
-    weight = cast_parameter(weight, x.dtype)
-    if kind == "layer":
-        # the bias is added apart: without a weight, torch's second derivative of layer_norm with a bias is None
-        y = F.layer_norm(x, x.shape[-1:], weight, None, eps)
-    else:
-        y = F.rms_norm(x, x.shape[-1:], weight, eps)
-    return y if bias is None else y + cast_parameter(bias, x.dtype)
+def in_torch_ops(x: Tensor, t: Any, o: Any) -> Sublayer:
+    """Returns the sublayer in differentiable PyTorch ops."""
+    return Sublayer(x, t, o._replace(backend="eager", workspace=None), holds=True)
 
 
 def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
     """What the branch reads, in differentiable PyTorch ops."""
-    leading = o.norm and o.norm_first
-    h = reference_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x
-    wide = torch.promote_types(x.dtype, o.dtype)
-    if t.norm_scale is not None:
-        h = h.to(wide) * cast_parameter(at_samples(t.norm_scale, x) + 1, wide)
-    if t.norm_shift is not None:
-        h = h.to(wide) + cast_parameter(at_samples(t.norm_shift, x), wide)
-    return h.to(o.dtype)
+    return in_torch_ops(x, t, o).inputs().view(x.shape)
 
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     """The sublayer's output from its branch's last matmul f, in differentiable PyTorch ops."""
-    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
-    z = z.to(torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype)
-    if o.post_norm:
-        z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
-    z = z if o.branch_factor == 1.0 else z * o.branch_factor
-    z = z if t.layer_scale is None else z * at_samples(cast_parameter(t.layer_scale, z.dtype), x)
-    if t.path_rng is not None:
-        samples = sample_shape(x.shape[:-1])
-        ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
-        z = z * ones.view(samples)
-    y = x + z if o.residual else z
-    trailing = o.norm and not o.norm_first
-    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if trailing else y
+    sublayer = in_torch_ops(x, t, o)
+    return sublayer.output(sublayer.drop(rows_2d(f))).view(f.shape)
 
 
 def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:

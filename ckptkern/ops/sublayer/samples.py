@@ -20,11 +20,6 @@ def sample_shape(lead: Sequence[int]) -> tuple[int, ...]:
     return (lead[0] if len(lead) > 1 else 1, *(1,) * len(lead))
 
 
-def at_samples(vector: Tensor, x: Tensor) -> Tensor:
-    """A vector [B, e] of each sample as it meets x [B, ..., d]; one [e] of all samples as it is."""
-    return vector if vector.dim() == 1 else vector.view(*sample_shape(x.shape[:-1])[:-1], vector.shape[-1])
-
-
 def check_vectors(op: str, x: Tensor, name: str, vectors: Tensor, features: int, also: str = "") -> Tensor:
     """[B, features] of [B, features] or [B, 1, ..., features]. also: what else the message says may be given."""
     check_tensor(op, name, vectors, x)
@@ -66,11 +61,9 @@ class Samples(NamedTuple):
 
     def multiplied(self, rows: Tensor, vectors: Tensor) -> Tensor:
         """rows * vectors [B, e], in the dtype of the rows."""
-        y = rows.new_empty(rows.shape)
         vectors = cast_parameter(vectors, rows.dtype)
-        for (of, part), (_, out) in zip(self.parts(rows), self.parts(y), strict=True):
-            torch.mul(part, vectors[of, None], out=out)
-        return y
+        parts = [(part * vectors[of, None]).flatten(0, 1) for of, part in self.parts(rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sums(self, rows: Tensor) -> Tensor:
         """[B, e] of float32 or float64 rows: the sum of each sample's; of a part, zeros for samples outside of it."""

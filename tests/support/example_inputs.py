@@ -1,5 +1,4 @@
-"""Ops with example inputs of any sizes, for `selftest`, `autotune` and benchmarks. Those of all ops, with a value of each
-option, are in tests/support/catalog.py.
+"""Example inputs of any sizes, also nested ones, for the catalogue's ops, and calls with them.
 
 What is saved for backward follows from the op's description, on meta tensors.
 """
@@ -14,19 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_with_path
 
-from ..memory import saved_tensors
-from .attention.block import attention_block
-from .dispatch.choices import backend
-from .mlp.linear import linear_act, linear_stack
-from .mlp.mlp import gated_mlp, mlp, mlp_block
-from .transformer_layer import transformer_layer
+from ckptkern.memory import saved_tensors
+from ckptkern.ops import backend, gated_mlp, linear_act, linear_stack, mlp
 
 Arguments = dict[str, Any]
-HEAD_DIM = 4
 
 
 class Sizes(NamedTuple):
-    """lead: of the input's shape, its features apart. heads: of attention, which have HEAD_DIM features each. experts: of an
+    """lead: of the input's shape, its features apart. heads: of attention. experts: of an
     MoE layer, each token has two."""
 
     lead: tuple[int, ...] = (2, 3)
@@ -69,19 +63,6 @@ def stack_of(s: Sizes) -> Arguments:
     return x_of(s) | dict(weights=weights, biases=[normal(n) for n in widths[1:]])
 
 
-def branch_of_mlp(s: Sizes) -> Arguments:
-    return layer_of("up_", s.hidden, s.features) | layer_of("down_", s.features, s.hidden)
-
-
-def branch_of_attention(s: Sizes, kv_heads: int | None = None) -> Arguments:
-    own, packed = s.heads * HEAD_DIM, (s.heads + 2 * (kv_heads or s.heads)) * HEAD_DIM
-    return layer_of("qkv_", packed, s.features) | layer_of("out_", s.features, own) | {"num_heads": s.heads}
-
-
-def layer_inputs(s: Sizes) -> Arguments:
-    return x_of(s) | dict(attention_arguments=branch_of_attention(s), mlp_arguments=branch_of_mlp(s))
-
-
 class Entry(NamedTuple):
     """function: a public one. inputs: what it must be given."""
 
@@ -108,9 +89,6 @@ OPS = {
                 | layer_of("down_", s.out, s.hidden)
             ),
         ),
-        Entry(mlp_block, lambda s: x_of(s) | branch_of_mlp(s)),
-        Entry(attention_block, lambda s: x_of(s) | branch_of_attention(s)),
-        Entry(transformer_layer, layer_inputs),
     )
 }
 
