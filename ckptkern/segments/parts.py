@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
@@ -407,7 +408,8 @@ class Parts:
 
     def planned(self, key: Any, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
         try:
-            plan = planned(module, flat, spec, workspace, self.slices)
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                plan = planned(module, flat, spec, workspace, self.slices)
         except Changed as error:
             plan, self.why, self.changes = None, str(error), self.changes + 1
             if self.changes <= GROWTHS:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .stages import Call, Uncut
@@ -156,8 +155,7 @@ class Recording(TorchFunctionMode):
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors, whose modes alone see it."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    """Records a function of fake tensors."""
+    made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     made.graph.eliminate_dead_code()
     return made

@@ -134,7 +134,7 @@ SEGMENTS = [
     Fault(
         "parts: what mixes the entries of an axis is cut along it",
         "ckptkern/segments/axes.py",
-        "if «_dim(node, 1) == axis.dim» or any(",
+        "return None if «axis.dim in _dims(node, len(shape_of(node)))» else _broadcast(",
         "False",
         ("tests/segments/test_axes.py",),
     ),
@@ -148,8 +148,8 @@ SEGMENTS = [
     Fault(
         "parts: a view takes blocks for what is between them",
         "ckptkern/segments/axes.py",
-        "return Cut([(source, «Axis(dim, outer, inner)»)],",
-        "Axis(dim, inner, outer)",
+        "return Cut([(source, «Axis(dim, size // (inner * n), inner)»)], sizes)",
+        "Axis(dim, inner, size // (inner * n))",
         ("tests/segments/test_axes.py",),
     ),
     Fault(
@@ -162,7 +162,7 @@ SEGMENTS = [
     Fault(
         "parts: a slice of what only begins as its result",
         "ckptkern/segments/axes.py",
-        "or «any(shape_of(one)[axis.dim] != size for one in inputs)»:",
+        "and «shape_of(one)[axis.dim] not in (1, size)» for one in inputs):",
         "False",
         ("tests/segments/test_axes.py",),
     ),

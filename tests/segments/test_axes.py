@@ -122,7 +122,6 @@ def views(b, s, h, d):
     yield Case("view", lambda x: x.view(1, b, 1, s * d, 1), (x,), {1}, {Axis(3, 1, d): [Axis(1)]})
     yield Case("view", lambda x: x.view(torch.int64), (x,), set())
     yield Case("_unsafe_view", lambda x: aten._unsafe_view(x, heads), ((b, s, h * d),), {0, 1, 2, 3}, split)
-    yield Case("reshape", aten.reshape.default, ((b, s, h * d), list(heads)), {0, 1, 2, 3}, split)
     permuted = {Axis(0): [Axis(1)], Axis(2): [Axis(3)], Axis(3): [Axis(0)]}
     yield Case("permute", lambda x: x.permute(1, 2, -1, 0), (heads,), {0, 1, 2, 3}, permuted)
     yield Case(
