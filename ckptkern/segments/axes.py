@@ -6,8 +6,8 @@ needed whole; None if entries of the result depend on other entries of an input,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -29,10 +29,18 @@ class Axis(NamedTuple):
         """Returns the entries [first, first + count) as a view [..., outer, count, inner, ...]."""
         return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).narrow(self.dim + 1, first, count)
 
-    def part(self, tensor: Tensor, first: int, count: int) -> Tensor:
+    def slice(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        """Returns these entries as a view, [..., count * inner, ...] if outer is 1."""
         if self.outer == 1:
             return tensor.narrow(self.dim, first * self.inner, count * self.inner)
-        return self.view(tensor, first, count).flatten(self.dim, self.dim + 2)
+        return self.view(tensor, first, count)
+
+    def flat(self, part: Tensor) -> Tensor:
+        """Returns a slice as [..., outer * count * inner, ...]."""
+        return part if self.outer == 1 else part.flatten(self.dim, self.dim + 2)
+
+    def part(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        return self.flat(self.slice(tensor, first, count))
 
     def write(self, tensor: Tensor, first: int, count: int, part: Tensor) -> None:
         self.view(tensor, first, count).copy_(part.unflatten(self.dim, (self.outer, count, self.inner)))
@@ -44,6 +52,17 @@ class Cut(NamedTuple):
 
     inputs: list[tuple[fx.Node, Axis | None]]
     sizes: tuple[tuple[int, int | None, int], ...] = ()
+
+
+def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple[Any, ...]:
+    """Returns the arguments of an operator in a slice of `count` entries. sizes: of its cut."""
+    args = list(node.args)
+    for place, index, size in sizes:
+        if index is None:
+            args[place] = count * size
+        else:
+            args[place] = [count * size if i == index else one for i, one in enumerate(args[place])]
+    return tuple(args)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

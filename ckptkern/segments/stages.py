@@ -22,7 +22,7 @@ from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, followed, name_of, shape_of,
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
 FLOOR = 128  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
 ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
-TRIED, JOINED = 3, 8  # axes of a stage, and more results of it, that are tried
+JOINED = 8  # more results of a stage that are tried
 MOST = 64  # values between stages, beyond which nothing is cut
 
 
@@ -49,17 +49,16 @@ class Stage:
 
     nodes: in their order, with how each is cut; axes: where the entries are in their results. inputs: values from elsewhere,
     with the axes along which slices read them, None for whole. bases: what is saved, of which `before` computes the inputs.
-    results: what later stages read. call: the whole of the stage; calls: those that run for a slice.
+    results: what later stages read. calls: nodes that call a module or a function.
     """
 
     n: int = 1
-    nodes: dict[fx.Node, Cut | None] = field(default_factory=dict)
+    nodes: dict[fx.Node, Cut] = field(default_factory=dict)
     axes: dict[fx.Node, Axis] = field(default_factory=dict)
     inputs: dict[fx.Node, set[Axis | None]] = field(default_factory=dict)
     before: list[fx.Node] = field(default_factory=list)
     bases: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
-    call: Call | None = None
     calls: dict[fx.Node, Call] = field(default_factory=dict)
     length: int = 1  # entries of a slice
     # of a slice that does not fit: its inputs, stages and results
@@ -73,7 +72,7 @@ class Stage:
     def __str__(self) -> str:
         found = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
         named = [name for name in found if name in GEMMS or "attention" in name]
-        paths = [call.path or "attention" for call in (self.call, *self.calls.values()) if call is not None]
+        paths = [call.path or "attention" for call in self.calls.values()]
         shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + paths
         return ", ".join(shown or list(found)[:2]) + (f" by {self.n}" if self.axes else "")
 
@@ -137,22 +136,15 @@ class Planner:
             return self.call_stage(call, needed)
         axes = () if is_list(last) else axes_of(last)
         stages = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
-        others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
-        stages = sorted(stages, key=self.merit, reverse=True)[:TRIED]
-        best = max((functools.reduce(self.joined, others, stage) for stage in stages), key=self.merit, default=None)
+        best = max(stages, key=lambda stage: (stage.cost, stage.n), default=None)
         if best is None and (call := self.call_of(last, "tokens", "heads")) is not None:
             return self.call_stage(call, needed)
         if best is None:
-            stage = Stage(nodes={last: None})
-            stage.inputs = {one: {None} for one in tensors_of(last)}
-            stage.results = [last]
-            return self.finished(stage, needed)
+            return self.whole([last], [last])
+        others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
+        best = functools.reduce(self.joined, others, best)
         best.results = [one for one in needed if one in best.nodes]
-        return self.finished(best, needed)
-
-    def merit(self, stage: Stage) -> tuple:
-        """Returns the bytes that a stage spares, less those that are handed to it, and its entries."""
-        return stage.cost - 2 * sum(size_of(one) for one in stage.inputs if not self.is_there(one)), stage.n
+        return self.finished(best)
 
     def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
         """Returns whether it, with the other views that a stage reads, shows all of its source, or of what is there."""
@@ -173,45 +165,44 @@ class Planner:
         return source if name_of(source) == "part" and source.args[3] in ("nothing", *along) else None
 
     def call_stage(self, node: fx.Node, needed: set[fx.Node]) -> Stage:
-        stage = Stage(call=self.calls[node.args[2]], nodes={node: None})
-        stage.inputs = {one: {None} for one in node.args[0]}
-        stage.results = [one for one in needed if self.call_of(one, node.args[3]) is node]
-        return self.finished(stage, needed)
+        results = [one for one in needed if self.call_of(one, node.args[3]) is node]
+        return self.whole([node, *results], results)
+
+    def whole(self, nodes: list[fx.Node], results: list[fx.Node]) -> Stage:
+        """Returns a stage of operators that run as they are."""
+        stage = Stage(nodes={node: Cut([(one, None) for one in tensors_of(node)]) for node in nodes}, results=results)
+        stage.inputs = {one: {None} for node in nodes for one in tensors_of(node) if one not in nodes}
+        return self.finished(stage)
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result, if that shares work with it."""
         if other in stage.nodes or other in stage.inputs:
             return stage
         mask = sum(1 << self.order[one] for one in (other, *stage.results))
-        best, least = stage, None
         roots = {one: stage.axes[one] for one in stage.results}
+        wider = []
         for axis, n in axes_of(other):
             if n != stage.n:
                 continue
-            grown = self.grown({**roots, other: axis}, n)
-            if grown is None or any(self.ancestors[one] & mask for one in grown.inputs):
+            grown, alone = self.grown({**roots, other: axis}, n), self.grown({other: axis}, n)
+            if grown is None or alone is None or any(self.ancestors[one] & mask for one in grown.inputs):
                 continue
-            alone = self.grown({other: axis}, n)
-            if alone is None:
-                continue
-            shares = stage.cost + alone.cost - grown.cost
             common = any(one in stage.nodes for one in alone.inputs) or any(
                 axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items() if one not in self.fixed
             )
-            gain = self.merit(grown)[0] - self.merit(stage)[0] - self.merit(alone)[0]
-            if (shares > 0 or common or gain > 0) and (least is None or grown.cost > best.cost):
-                best, least = grown, shares
-        return best
+            if common or grown.cost < stage.cost + alone.cost:
+                wider.append(grown)
+        return max(wider, key=lambda stage: stage.cost, default=stage)
 
     def grown(self, roots: dict[fx.Node, Axis], n: int) -> Stage | None:
         """Returns the stage of these results, cut along these axes; None if one of them cannot be."""
         stage = Stage(n=n, results=list(roots))
         wanted: dict[fx.Node, set[Axis | None]] = {node: {axis} for node, axis in roots.items()}
-        heap = [(-self.order[node], node.name, node) for node in wanted]
+        heap = [(-self.order[node], node) for node in wanted]
         heapq.heapify(heap)
         shared: set[fx.Node] = set()
         while heap:
-            node = heapq.heappop(heap)[-1]
+            node = heapq.heappop(heap)[1]
             axes = wanted.pop(node)
             cut = None
             if not self.is_there(node) and len(axes) == 1 and None not in axes:
@@ -231,7 +222,7 @@ class Planner:
             stage.nodes[node], stage.axes[node] = cut, axis
             for one, of in cut.inputs:
                 if one not in wanted:
-                    heapq.heappush(heap, (-self.order[one], one.name, one))
+                    heapq.heappush(heap, (-self.order[one], one))
                 wanted.setdefault(one, set()).add(of)
                 if node in shared:
                     shared.add(one)
@@ -262,23 +253,8 @@ class Planner:
                 for node in shown:
                     del stage.nodes[node]
                 stage.inputs.update((node, {stage.axes[node]}) for node in ends)
-        for node in sorted(stage.nodes, key=self.order.__getitem__):
-            read = [one for one in tensors_of(node) if not self.is_there(one)]
-            if (
-                is_list(node)
-                or name_of(node) == "getitem"
-                or node in stage.results
-                or not all(one in stage.inputs for one in read)
-            ):
-                continue
-            spared = [one for one in read if all(user is node or user not in stage.nodes for user in one.users)]
-            if size_of(node) < sum(map(size_of, spared)):
-                del stage.nodes[node]
-                stage.inputs[node] = {stage.axes[node]}
-                for one in spared:
-                    del stage.inputs[one]
 
-    def finished(self, stage: Stage, needed: set[fx.Node]) -> Stage:
+    def finished(self, stage: Stage) -> Stage:
         """Orders its nodes, and finds what is computed before it of what is there."""
         stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
         before: set[fx.Node] = set()

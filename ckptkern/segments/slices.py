@@ -1,0 +1,153 @@
+"""Runs a function in slices of its tensors, each an activation checkpoint of its own: `in_slices`.
+
+Random state, precision, hooks and errors are those of `checkpoint`. What is added here: results are written slice by slice into
+whole tensors, and so is the gradient of an input in backward; gradients of 16-bit tensors that all slices read are summed over
+them in float32 (csrc/gradient_sums.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..state import GradientSums
+from .axes import Axis
+from .checkpoint import checkpoint
+
+Place = tuple[int, int]  # of a slice: its first entry, and how many
+
+
+class _Gradient:
+    """Holds the gradient of an input that slices read along an axis, of each backward pass."""
+
+    def __init__(self, x: Tensor, axis: Axis):
+        self.shape, self.axis = x.shape, axis
+        self.wholes: dict[int, Tensor] = {}
+
+    def write(self, place: Place, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self.wholes:
+            self.wholes[task] = grad.new_zeros(self.shape)
+        self.axis.slice(self.wholes[task], *place).copy_(grad)
+
+
+class _Read(torch.autograd.Function):
+    """Returns a placeholder of an input, whose backward runs after those of all slices."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
+        return torch.zeros((), device=x.device)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.gradient.wholes.pop(torch._C._current_graph_task_id(), None), None
+
+
+class _Slice(torch.autograd.Function):
+    """Returns a slice of x, whose gradient goes to its place as soon as it is there."""
+
+    @staticmethod
+    def forward(ctx, placeholder, x, gradient, place):
+        ctx.set_materialize_grads(False)
+        ctx.gradient, ctx.place = gradient, place
+        return gradient.axis.slice(x, *place)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is not None:
+            ctx.gradient.write(ctx.place, grad)
+        return None if grad is None else torch.zeros((), device=grad.device), None, None, None
+
+
+class _Results:
+    """Holds what slices returned so far."""
+
+    def __init__(self, axes: Sequence[Axis], new: Callable[[int, Tensor], Tensor]):
+        self.axes, self.new = axes, new
+        self.wholes: list[Tensor] = []
+
+    @torch.no_grad()
+    def write(self, place: Place, parts: Sequence[Tensor]) -> None:
+        self.wholes = self.wholes or [self.new(i, part.detach()) for i, part in enumerate(parts)]
+        for axis, whole, part in zip(self.axes, self.wholes, parts, strict=True):
+            axis.write(whole, *place, part)
+
+
+class _Written(torch.autograd.Function):
+    """Writes the results of a slice to their places and returns placeholders of them, which take no memory."""
+
+    @staticmethod
+    def forward(ctx, results, place, *parts):
+        ctx.set_materialize_grads(False)
+        ctx.axes = results.axes
+        results.write(place, parts)
+        slices = (axis.slice(whole, *place) for axis, whole in zip(results.axes, results.wholes, strict=True))
+        return tuple(one.new_zeros(()).expand(one.shape) for one in slices)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *(one if one is None else axis.flat(one) for axis, one in zip(ctx.axes, grads, strict=True))
+
+
+class _Joined(torch.autograd.Function):
+    """Returns the results, for the placeholders of slices at these places. sums: lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx, results, places, sums, *placeholders):
+        ctx.set_materialize_grads(False)
+        ctx.axes, ctx.places, ctx.sums = results.axes, places, sums
+        return tuple(results.wholes)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        pairs = [*zip(ctx.axes, grads, strict=True)]
+        slices = (None if one is None else axis.slice(one, *place) for place in ctx.places for axis, one in pairs)
+        return None, None, None, *slices
+
+
+def in_slices(
+    function_for: Callable[[int], Callable[..., Any]],
+    inputs: Sequence[tuple[Tensor, Axis | None]],
+    axes: Sequence[Axis],
+    n: int,
+    length: int,
+    results_of: Callable[[Any, int], Sequence[Tensor]],
+    new: Callable[[int, Tensor], Tensor],
+    **options: Any,
+) -> Sequence[Tensor]:
+    """Returns the results of a function that runs for `length` of n independent entries at a time.
+
+    function_for: returns the function of so many entries. It takes a slice of each input (`Axis.slice`), or all of an input
+    without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a tensor
+    for all of a result, for its place and a slice. options: those of `checkpoint`. Saved for backward: the inputs.
+    """
+    results, sums, read = _Results(axes, new), GradientSums(), []
+    places, placeholders = list[Place](), list[Tensor]()
+    for x, axis in inputs:
+        gradient = _Gradient(x, axis) if axis is not None and x.requires_grad and torch.is_grad_enabled() else None
+        read.append((x, axis, gradient, None if gradient is None else _Read.apply(x, gradient)))
+    for first in range(0, max(n, 1), length):
+        place = first, min(length, n - first)
+        parts = [
+            _Slice.apply(placeholder, x.detach(), gradient, place)
+            if gradient is not None
+            else x
+            if axis is None
+            else axis.slice(x, *place)
+            for x, axis, gradient, placeholder in read
+        ]
+        made = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
+        del parts
+        if any(one.requires_grad for one in made):
+            written = _Written.apply(results, place, *made)
+            sums.redirect(next(one for one in written if one.requires_grad))
+            places.append(place)
+            placeholders += written
+        else:
+            results.write(place, made)
+        del made
+    return _Joined.apply(results, places, sums, *placeholders) if placeholders else results.wholes
