@@ -15,6 +15,14 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 
+FLOOR = 128  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
+
+
+def even(n: int, most: int) -> int:
+    """Returns the length of slices of n entries, the fewest that have at most so many, and as even as they may be."""
+    return max(1, -(-n // max(1, -(-n // max(1, most)))))
+
+
 class Axis(NamedTuple):
     """Where n entries are in a tensor: dimension `dim` has size outer * n * inner, in this order."""
 
@@ -25,15 +33,12 @@ class Axis(NamedTuple):
     def at(self, dim: int) -> Axis:
         return self._replace(dim=dim)
 
-    def view(self, tensor: Tensor, first: int, count: int) -> Tensor:
-        """Returns the entries [first, first + count) as a view [..., outer, count, inner, ...]."""
-        return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).narrow(self.dim + 1, first, count)
-
     def slice(self, tensor: Tensor, first: int, count: int) -> Tensor:
-        """Returns these entries as a view, [..., count * inner, ...] if outer is 1."""
+        """Returns the entries [first, first + count) as a view, [..., count * inner, ...] if outer is 1, else
+        [..., outer, count, inner, ...]."""
         if self.outer == 1:
             return tensor.narrow(self.dim, first * self.inner, count * self.inner)
-        return self.view(tensor, first, count)
+        return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).narrow(self.dim + 1, first, count)
 
     def flat(self, part: Tensor) -> Tensor:
         """Returns a slice as [..., outer * count * inner, ...]."""
@@ -43,7 +48,8 @@ class Axis(NamedTuple):
         return self.flat(self.slice(tensor, first, count))
 
     def write(self, tensor: Tensor, first: int, count: int, part: Tensor) -> None:
-        self.view(tensor, first, count).copy_(part.unflatten(self.dim, (self.outer, count, self.inner)))
+        place = self.slice(tensor, first, count)
+        place.copy_(part.reshape(place.shape))
 
 
 class Cut(NamedTuple):
@@ -110,12 +116,17 @@ def _aligned(node: fx.Node, of: fx.Node, axis: Axis) -> tuple[fx.Node, Axis | No
     return of, axis.at(dim) if dim >= 0 and shape[dim] == result[axis.dim] else None
 
 
+def argument(node: fx.Node, *names: str) -> Any:
+    """Returns an operator's argument of one of these names, or its default; None if there is none."""
+    for i, one in enumerate(node.target._schema.arguments):
+        if one.name in names:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)
+    return None
+
+
 def _dims(node: fx.Node, count: int) -> set[int]:
     """The dimensions, of `count`, that an operator's argument `dim` names; all, if there is none."""
-    value = None
-    for i, one in enumerate(node.target._schema.arguments):
-        if one.name in ("dim", "dims"):
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)
+    value = argument(node, "dim", "dims")
     dims = range(count) if value is None else value if isinstance(value, (list, tuple)) else [value]
     return {one % count for one in dims}
 
@@ -193,10 +204,6 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(source, None)], ((1, axis.dim, axis.outer * axis.inner),))
 
 
-def _index_select(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    return None if axis.dim in _dims(node, len(shape_of(node))) else Cut([(node.args[0], axis), (node.args[2], None)])
-
-
 def _stacked(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """stack and select_scatter, whose inputs, or one of them, lack the dimension `dim`."""
     count = len(shape_of(node))
@@ -255,9 +262,8 @@ def _by_heads(tensors: list[fx.Node], axis: Axis, n: int) -> Cut | None:
 
 
 def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
-    """zeros(size), new_zeros(input, size) and alike, whose values are one number."""
-    place = int(name_of(node).startswith("new_"))
-    return Cut([(one, None) for one in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
+    """new_zeros(input, size) and alike, whose values are one number."""
+    return Cut([(one, None) for one in tensors_of(node)], ((1, axis.dim, axis.outer * axis.inner),))
 
 
 def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -289,7 +295,7 @@ Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 
 # operators, as torch names them; those that are in no row are broadcast, if torch tags them as pointwise
 TABLE: dict[Rule, str] = {
-    _broadcast: "clone _to_copy copy lift_fresh_copy zeros_like ones_like full_like empty_like masked_fill",
+    _broadcast: "clone _to_copy copy zeros_like ones_like full_like empty_like masked_fill",
     _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter",
     _of_matrices: "tril triu linalg_solve_triangular",
     _norm: "native_layer_norm _fused_rms_norm",
@@ -297,14 +303,13 @@ TABLE: dict[Rule, str] = {
     _view: "view _unsafe_view expand permute transpose t unsqueeze squeeze select slice split split_with_sizes unbind alias "
     "detach",
     _repeat: "repeat",
-    _index_select: "index_select",
     _stacked: "stack select_scatter",
-    _reduction: "sum mean amax amin var logsumexp any prod linalg_vector_norm",
+    _reduction: "sum mean amax amin var std logsumexp any prod linalg_vector_norm",
     _gemm: "mm addmm bmm baddbmm",
     _convolution: "convolution",
     _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-    _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",
+    _filled: "new_zeros new_ones new_full new_empty",
     _embedding: "embedding",
     _part: "part",
     _item: "getitem",

@@ -29,8 +29,9 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatt
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..state import Precision
 from ..subclasses import PLAIN
-from .axes import Axis, name_of, resized, shape_of, tensors_of
-from .recorded import Changed, Recording, as_before, filled, held_by, recorded, traced_calls, unchanged
+from .axes import Axis, argument, name_of, resized, shape_of, tensors_of
+from .decisions import INDICES
+from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
 from .slices import in_slices
 from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 
@@ -55,7 +56,7 @@ Modules = dict[str, nn.Module]
 
 def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
     """Runs a call. parameters: what its module computes with, in place of its own, in their order."""
-    args, kwargs = filled(call.values, call.spec, tensors)
+    args, kwargs = filled(call.arguments, tensors)
     if call.path is None:
         made = call.run(*args, **kwargs)
     else:
@@ -63,7 +64,7 @@ def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequ
         names = [name for name, _ in module.named_parameters()] if parameters else []
         with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
             made = module.forward(*args, **kwargs)
-    return [one for one in tree_flatten(made)[0] if isinstance(one, Tensor)]
+    return taken(made)[0]
 
 
 def run(
@@ -166,7 +167,7 @@ class Plan:
     """Describes how a kind of call runs. print(plan) shows its stages, and by how many entries each may be cut."""
 
     stages: list[Stage]
-    places: dict[fx.Node, int]  # of tensors among the arguments
+    inputs: list[fx.Node]  # tensors among the arguments
     held: dict[fx.Node, Any]  # (path of a module, "_parameters" or "_buffers", name), or a constant
     output: fx.Node
     spec: Any = None
@@ -244,7 +245,9 @@ class Parts:
                 kind, sizes = _sizes(workspace, args, kwargs)
                 self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
-        values: dict[fx.Node, Any] = {node: flat[place] for node, place in plan.places.items()}
+        values: dict[fx.Node, Any] = dict(
+            zip(plan.inputs, (one for one in flat if isinstance(one, Tensor)), strict=True)
+        )
         modules = dict(module.named_modules())
         for node, held in plan.held.items():
             values[node] = held if isinstance(held, Tensor) else getattr(modules[held[0]], held[1])[held[2]]
@@ -292,18 +295,12 @@ class Parts:
         return plan
 
 
-# as `decisions`: a recompute has to decide alike
-DECIDES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsorted")
+DECIDES = ("topk", "sort", *INDICES)  # a recompute has to decide alike
 
 
 def samples(node: fx.Node) -> bool:
     """Returns whether it samples random numbers. Attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for i, one in enumerate(node.target._schema.arguments):
-        if one.name == "dropout_p":
-            return (node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)) != 0
-    return True
+    return torch.Tag.nondeterministic_seeded in node.target.tags and argument(node, "dropout_p") != 0
 
 
 def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
@@ -352,14 +349,11 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
 
 def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
     """Records a call with these values, flat, and cuts it. Raises Uncut, or whatever a forward makes of fake tensors."""
-    places = [i for i, one in enumerate(flat) if isinstance(one, Tensor)]
-    plan = Plan([], {}, {}, None)
+    inputs, (values, _) = taken(flat)
+    plan = Plan([], [], {}, None)
 
     def forward(*tensors: Tensor) -> list[Tensor]:
-        values = list(flat)
-        for place, one in zip(places, tensors, strict=True):
-            values[place] = one
-        args, kwargs = given = tree_unflatten(values, spec)
+        args, kwargs = given = filled((values, spec), tensors)
         before, kind = tree_flatten(given)
         with torch._C._EnableTorchFunction(), Recording():
             result = type(module).forward(module, *args, **kwargs)
@@ -372,10 +366,9 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with as_before(module), unchanged(module), traced_calls(module) as tracing:
-        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(flat[i].detach()) for i in places])
+        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(one.detach()) for one in inputs])
         held = held_by(module)
-    inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
-    plan.places = dict(zip(inputs, places, strict=True))
+    plan.inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
     for node in list(made.graph.nodes):
         if node.op == "get_attr":
             value = getattr(made, node.target)

@@ -122,8 +122,8 @@ def in_slices(
     """Returns the results of a function that runs for `length` of n independent entries at a time.
 
     function_for: returns the function of so many entries. It takes a slice of each input (`Axis.slice`), or all of an input
-    without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a tensor
-    for all of a result, for its place and a slice. options: those of `checkpoint`. Saved for backward: the inputs.
+    without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a
+    tensor for all of a result, for its place and a slice. options: of `checkpoint`. Saved for backward: the inputs.
     """
     results, sums, read = _Results(axes, new), GradientSums(), []
     places, placeholders = list[Place](), list[Tensor]()

@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import fx
 
-from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, followed, name_of, shape_of, tensors_of
+from .axes import FLOOR, GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
-FLOOR = 128  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
 ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
 JOINED = 8  # more results of a stage that are tried
 MOST = 64  # values between stages, beyond which nothing is cut
@@ -30,17 +29,18 @@ class Uncut(Exception):
     """Says why a forward is not run in parts."""
 
 
+Form = tuple[list[Any], Any]  # of a value: its leaves, with places of tensors in a list, and how they lie in it
+
+
 @dataclass
 class Call:
-    """Describes a call that is one operator. path: of the module, None for a function, which is `run`. values: its flat
-    arguments, with places of tensors in what the operator takes. results: its flat results, with places in what it returns."""
+    """Describes a call that is one operator. path: of the module, None for a function, which is `run`. arguments, result: their
+    forms, with places of tensors in what the operator takes and returns."""
 
     path: str | None
-    spec: Any
-    values: list[Any]
-    result_spec: Any = None
-    results: list[Any] = field(default_factory=list)
-    run: Callable | None = None
+    arguments: Form
+    run: Callable
+    result: Form | None = None
 
 
 @dataclass
@@ -187,9 +187,7 @@ class Planner:
             grown, alone = self.grown({**roots, other: axis}, n), self.grown({other: axis}, n)
             if grown is None or alone is None or any(self.ancestors[one] & mask for one in grown.inputs):
                 continue
-            common = any(one in stage.nodes for one in alone.inputs) or any(
-                axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items() if one not in self.fixed
-            )
+            common = any(axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items())
             if common or grown.cost < stage.cost + alone.cost:
                 wider.append(grown)
         return max(wider, key=lambda stage: stage.cost, default=stage)
@@ -243,12 +241,7 @@ class Planner:
                 if not is_list(node)
                 and (node in stage.results or not all(user in shown for user in node.users if user in stage.nodes))
             ]
-            if (
-                shown
-                and all(user in shown for user in base.users if user in stage.nodes)
-                and sum(map(size_of, ends)) < size_of(base)
-                and not any(node in stage.results for node in ends)
-            ):
+            if shown and sum(map(size_of, ends)) < size_of(base) and not any(node in stage.results for node in ends):
                 del stage.inputs[base]
                 for node in shown:
                     del stage.nodes[node]
@@ -286,10 +279,6 @@ class Planner:
                 shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
             ]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
-            length = (
-                -(-stage.n // self.slices)
-                if self.slices
-                else max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
-            )
-            stage.length = -(-stage.n // -(-stage.n // min(length, stage.n)))
+            most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
+            stage.length = -(-stage.n // self.slices) if self.slices else even(stage.n, most)
         return stage

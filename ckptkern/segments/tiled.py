@@ -26,13 +26,12 @@ from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_dtype, choose_workspace
-from .axes import Axis
+from .axes import FLOOR, Axis, even
 from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 from .slices import in_slices
 
-FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
 ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
 _NOT_FAKEABLE = (
     DataDependentOutputException,
@@ -185,12 +184,7 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
                 f"workspace: give chunks. The error was {type(error).__name__}: {error}"
             ) from error
         known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
-    chunks = _chunks(tokens, known[key], workspace)
-    return max(1, -(-tokens // chunks))
-
-
-def _chunks(tokens: int, transients: int, workspace: int) -> int:
-    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
+    return even(tokens, max(FLOOR, workspace // max(known[key], 1)))
 
 
 @contextlib.contextmanager
@@ -263,8 +257,8 @@ def _whole_modules(fn: Callable) -> Iterator[None]:
 def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int, preserve_rng_state: bool) -> Tensor:
     """What Dynamo traces."""
     tokens = x.shape[dim]
-    if chunks is None:
-        chunks = _chunks(tokens, ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize, workspace)
+    transients = ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize
+    length = even(tokens, -(-tokens // chunks) if chunks else max(FLOOR, workspace // max(transients, 1)))
     narrow = {}
     if isinstance(fn, nn.Module):
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
@@ -275,7 +269,7 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
             return fn(part)
         return torch.func.functional_call(fn, {n: p.to(narrow[n].dtype) for n, p in wide.items()}, (part,))
 
-    parts = x.chunk(chunks, dim)
+    parts = x.split(length, dim)
     return torch.cat([checkpoint(call, part, preserve_rng_state=preserve_rng_state) for part in parts], dim)
 
 
