@@ -14,7 +14,7 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
-from ..state import Precision
 from ..subclasses import PLAIN
 from .axes import Axis, argument, name_of, resized, shape_of, tensors_of
 from .decisions import INDICES
@@ -86,57 +85,47 @@ def run(
     return target(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _as_recorded() -> Iterator[None]:
-    """Switches autocast off: the graph has its casts."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
 def _reads(stage: Stage) -> list[tuple[fx.Node, Axis | None]]:
     return [(node, axis) for node, axes in stage.inputs.items() for axis in axes]
 
 
-def _computed(stage: Stage, modules: Modules, precision: Precision, count: int, *parts: Any) -> list[Any]:
-    """Returns a stage's results for `count` entries. parts: what it reads. precision: in which calls run."""
+def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[Any]:
+    """Returns a stage's results for `count` entries. parts: what it reads."""
     inputs = {
         (node, axis): part if axis is None else axis.flat(part)
         for (node, axis), part in zip(_reads(stage), parts, strict=True)
     }
     made: dict[fx.Node, Any] = {}
-    with _as_recorded(), own_modes():  # what is fused inside is a stage of its own
-        if stage.inside is not None:
-            given, stages, ends = stage.inside
-            made.update(zip(given, inputs.values(), strict=True))
-            for inner in stages:
-                run_stage(inner, made, modules)
-            return [made[one] for one in ends]
-        last = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
-        for node, cut in stage.nodes.items():
-            axes = dict(cut.inputs)
+    if stage.inside is not None:
+        given, stages, ends = stage.inside
+        made.update(zip(given, inputs.values(), strict=True))
+        for inner in stages:
+            run_stage(inner, made, modules)
+        return [made[one] for one in ends]
+    last = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
+    for node, cut in stage.nodes.items():
+        axes, call = dict(cut.inputs), stage.calls.get(node)
 
-            def value(one: fx.Node, axes=axes) -> Any:
-                return made[one] if one in made else inputs[one, axes[one]]
+        def value(one: fx.Node, axes=axes) -> Any:
+            return made[one] if one in made else inputs[one, axes[one]]
 
-            if call := stage.calls.get(node):
+        # the graph has its casts; what is fused inside is a stage of its own
+        with own_modes() if call else torch._C._DisableAutocast():
+            if call:
                 tensors, parameters = ([value(one) for one in values] for values in node.args[:2])
-                with precision:
-                    made[node] = called(call, tensors, modules, parameters)
+                made[node] = called(call, tensors, modules, parameters)
             else:
                 made[node] = run(node, value, cut.sizes, count)
-            for one in axes:
-                if last.get(one) is node and one not in stage.results:
-                    del made[one]
+        for one in axes:
+            if last.get(one) is node and one not in stage.results:
+                del made[one]
     return [made[one] for one in stage.results]
 
 
 def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
     """Computes a stage's results of the values that are there."""
     inner, reads = dict(values), _reads(stage)
-    with _as_recorded():
+    with torch._C._DisableAutocast():
         for node in stage.before:
             inner[node] = run(node, inner.__getitem__)
 
@@ -145,7 +134,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
         whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return whole if all(like.stride()) else torch.empty_like(whole)  # not one entry for all
 
-    compute = functools.partial(_computed, stage, modules, Precision())
+    compute = functools.partial(_computed, stage, modules)
     if stage.axes:
         results = in_slices(
             lambda count: functools.partial(compute, count),

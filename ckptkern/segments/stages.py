@@ -101,7 +101,6 @@ class Planner:
     def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0):
         self.calls, self.workspace, self.slices = calls, workspace, slices
         self.placed: set[fx.Node] = set()  # nodes of later stages
-        self.bases: dict[fx.Node, fx.Node] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
         self.fixed = {node for node in graph.nodes if node.op == "get_attr"}  # and what is computed of these alone
@@ -132,19 +131,29 @@ class Planner:
 
     def stage_before(self, needed: set[fx.Node]) -> Stage:
         last = max(needed, key=self.order.__getitem__)
-        if (call := self.call_of(last)) is not None:
-            return self.call_stage(call, needed)
         axes = () if is_list(last) else axes_of(last)
         stages = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
-        best = max(stages, key=lambda stage: (stage.cost, stage.n), default=None)
-        if best is None and (call := self.call_of(last, "tokens", "heads")) is not None:
-            return self.call_stage(call, needed)
-        if best is None:
-            return self.whole([last], [last])
+        if not stages:
+            return self.whole(last, needed)
         others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
+        best = max(stages, key=lambda stage: (stage.cost, stage.n))
         best = functools.reduce(self.joined, others, best)
         best.results = [one for one in needed if one in best.nodes]
         return self.finished(best)
+
+    def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
+        """Returns a stage of an operator that runs as it is, or of a call with all of its results."""
+        call = self.call_of(last)
+        results = [one for one in needed if one is last or (call and self.call_of(one) is call)]
+        nodes = dict.fromkeys((call or last, *results))
+        stage = Stage(nodes={node: Cut([(one, None) for one in tensors_of(node)]) for node in nodes}, results=results)
+        stage.inputs = {one: {None} for node in nodes for one in tensors_of(node) if one not in nodes}
+        return self.finished(stage)
+
+    def call_of(self, node: fx.Node) -> fx.Node | None:
+        """Returns the call whose result it is."""
+        source = node.args[0] if name_of(node) == "getitem" else node
+        return source if name_of(source) == "part" else None
 
     def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
         """Returns whether it, with the other views that a stage reads, shows all of its source, or of what is there."""
@@ -155,24 +164,9 @@ class Planner:
 
     def base_of(self, node: fx.Node) -> fx.Node:
         """Returns what a view shows, through all views; else the node itself."""
-        if node not in self.bases:
-            self.bases[node] = self.base_of(node.args[0]) if name_of(node) in VIEWS else node
-        return self.bases[node]
-
-    def call_of(self, node: fx.Node, *along: str) -> fx.Node | None:
-        """Returns the call whose result it is, if that runs along one of these, or along nothing."""
-        source = node.args[0] if name_of(node) == "getitem" else node
-        return source if name_of(source) == "part" and source.args[3] in ("nothing", *along) else None
-
-    def call_stage(self, node: fx.Node, needed: set[fx.Node]) -> Stage:
-        results = [one for one in needed if self.call_of(one, node.args[3]) is node]
-        return self.whole([node, *results], results)
-
-    def whole(self, nodes: list[fx.Node], results: list[fx.Node]) -> Stage:
-        """Returns a stage of operators that run as they are."""
-        stage = Stage(nodes={node: Cut([(one, None) for one in tensors_of(node)]) for node in nodes}, results=results)
-        stage.inputs = {one: {None} for node in nodes for one in tensors_of(node) if one not in nodes}
-        return self.finished(stage)
+        while name_of(node) in VIEWS:
+            node = node.args[0]
+        return node
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result, if that shares work with it."""

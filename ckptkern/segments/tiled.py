@@ -97,29 +97,13 @@ def tiled(
         raise ValueError("tiled: fn is wrapped in DistributedDataParallel: wrap the model that calls tiled instead")
     bound = choose_workspace("tiled", workspace, x)
     dim %= x.dim()
-    if not torch.compiler.is_compiling() and _is_transformed():
-        return fn(x)
     if torch.compiler.is_compiling():
         return _traced(fn, x, chunks, dim, bound, preserve_rng_state)
 
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        length = _length(fn, forward, x, chunks, dim, bound)
-        if check:
-            check_token_wise(fn, forward, x, dim, length)
-        return _run(fn, forward, x, dim, length, preserve_rng_state)
+        return run_in_chunks(fn, forward, x, dim, chunks, bound, preserve_rng_state, check)
 
-    return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) else run(fn, x)
-
-
-def run_in_chunks(
-    module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, workspace: int | str | None
-) -> Tensor:
-    """`tiled` of a module's own forward, inside a call of the module, along dimension -2. It draws no random numbers."""
-    if _is_transformed():
-        return forward(x)
-    dim = x.dim() - 2
-    length = _length(module, forward, x, None, dim, choose_workspace("tiled", workspace, x))
-    return _run(module, forward, x, dim, length, preserve_rng_state=False)
+    return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) and not _is_transformed() else run(fn, x)
 
 
 def _is_transformed() -> bool:
@@ -213,8 +197,23 @@ def _returned(fn: Callable, dim: int, result: Any, length: int) -> tuple[Tensor]
     return (result,)
 
 
-def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, preserve_rng_state: bool) -> Tensor:
+def run_in_chunks(
+    fn: Callable,
+    forward: Callable[[Tensor], Tensor],
+    x: Tensor,
+    dim: int,
+    chunks: int | None,
+    workspace: int,
+    preserve_rng_state: bool = False,
+    check: bool = False,
+) -> Tensor:
+    """`tiled`, of which forward is run: fn, or its own forward, inside a call of fn. dim: counted from the front."""
+    if _is_transformed():
+        return forward(x)
     tokens, axis = x.shape[dim], Axis(dim)
+    length = _length(fn, forward, x, chunks, dim, workspace)
+    if check:
+        check_token_wise(fn, forward, x, dim, length)
     if parametrize._cache_enabled:
         for module, name in missing_weights(forward, (), {}):
             getattr(module, name)  # outside of the chunks: one weight for all
