@@ -62,6 +62,8 @@ class Cut(NamedTuple):
 
 def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple[Any, ...]:
     """Returns the arguments of an operator in a slice of `count` entries. sizes: of its cut."""
+    if not sizes:
+        return node.args
     args = list(node.args)
     for place, index, size in sizes:
         if index is None:

@@ -102,13 +102,12 @@ def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[A
         for inner in stages:
             run_stage(inner, made, modules)
         return [made[one] for one in ends]
-    last = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
+
+    def value(one: fx.Node) -> Any:
+        return made[one] if one in made else inputs[one, axes[one]]
+
     for node, cut in stage.nodes.items():
         axes, call = dict(cut.inputs), stage.calls.get(node)
-
-        def value(one: fx.Node, axes=axes) -> Any:
-            return made[one] if one in made else inputs[one, axes[one]]
-
         # the graph has its casts; what is fused inside is a stage of its own
         with own_modes() if call else torch._C._DisableAutocast():
             if call:
@@ -116,9 +115,8 @@ def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[A
                 made[node] = called(call, tensors, modules, parameters)
             else:
                 made[node] = run(node, value, cut.sizes, count)
-        for one in axes:
-            if last.get(one) is node and one not in stage.results:
-                del made[one]
+        for one in stage.last.get(node, ()):
+            del made[one]
     return [made[one] for one in stage.results]
 
 

@@ -35,32 +35,34 @@ class _Gradient:
 
 
 class _Read(torch.autograd.Function):
-    """Returns a placeholder of an input, whose backward runs after those of all slices."""
+    """Returns a placeholder of inputs, whose backward runs after those of all slices."""
 
     @staticmethod
-    def forward(ctx, x, gradient):
-        ctx.gradient = gradient
-        return torch.zeros((), device=x.device)
+    def forward(ctx, gradients, *inputs):
+        ctx.gradients = gradients
+        return torch.zeros((), device=inputs[0].device)
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.gradient.wholes.pop(torch._C._current_graph_task_id(), None), None
+        task = torch._C._current_graph_task_id()
+        return None, *(one.wholes.pop(task, None) for one in ctx.gradients)
 
 
 class _Slice(torch.autograd.Function):
-    """Returns a slice of x, whose gradient goes to its place as soon as it is there."""
+    """Returns a slice of each input, whose gradients go to their places as soon as they are there."""
 
     @staticmethod
-    def forward(ctx, placeholder, x, gradient, place):
+    def forward(ctx, placeholder, gradients, place, *parts):
         ctx.set_materialize_grads(False)
-        ctx.gradient, ctx.place = gradient, place
-        return gradient.axis.slice(x, *place)
+        ctx.gradients, ctx.place, ctx.device = gradients, place, placeholder.device
+        return parts
 
     @staticmethod
-    def backward(ctx, grad):
-        if grad is not None:
-            ctx.gradient.write(ctx.place, grad)
-        return None if grad is None else torch.zeros((), device=grad.device), None, None, None
+    def backward(ctx, *grads):
+        for gradient, grad in zip(ctx.gradients, grads, strict=True):
+            if grad is not None:
+                gradient.write(ctx.place, grad)
+        return torch.zeros((), device=ctx.device), None, None, *(None for _ in grads)
 
 
 class _Results:
@@ -125,21 +127,23 @@ def in_slices(
     without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a
     tensor for all of a result, for its place and a slice. options: of `checkpoint`. Saved for backward: the inputs.
     """
-    results, sums, read = _Results(axes, new), GradientSums(), []
+    results, sums = _Results(axes, new), GradientSums()
     places, placeholders = list[Place](), list[Tensor]()
-    for x, axis in inputs:
-        gradient = _Gradient(x, axis) if axis is not None and x.requires_grad and torch.is_grad_enabled() else None
-        read.append((x, axis, gradient, None if gradient is None else _Read.apply(x, gradient)))
+    gradients = {
+        i: _Gradient(x, axis)
+        for i, (x, axis) in enumerate(inputs)
+        if axis is not None and x.requires_grad and torch.is_grad_enabled()
+    }
+    own = [*gradients.values()]
+    read = _Read.apply(own, *(inputs[i][0] for i in gradients)) if own else None
+    inputs = [(x.detach() if i in gradients else x, axis) for i, (x, axis) in enumerate(inputs)]
     for first in range(0, max(n, 1), length):
         place = first, min(length, n - first)
-        parts = [
-            _Slice.apply(placeholder, x.detach(), gradient, place)
-            if gradient is not None
-            else x
-            if axis is None
-            else axis.slice(x, *place)
-            for x, axis, gradient, placeholder in read
-        ]
+        parts = [x if axis is None else axis.slice(x, *place) for x, axis in inputs]
+        if own:
+            for i, part in zip(gradients, _Slice.apply(read, own, place, *(parts[i] for i in gradients)), strict=True):
+                parts[i] = part
+            del part
         made = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
         del parts
         if any(one.requires_grad for one in made):

@@ -49,7 +49,7 @@ class Stage:
 
     nodes: in their order, with how each is cut; axes: where the entries are in their results. inputs: values from elsewhere,
     with the axes along which slices read them, None for whole. bases: what is saved, of which `before` computes the inputs.
-    results: what later stages read. calls: nodes that call a module or a function.
+    results: what later stages read. calls: nodes that call a module or a function. last: what a node is the last to read.
     """
 
     n: int = 1
@@ -60,6 +60,7 @@ class Stage:
     bases: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
     calls: dict[fx.Node, Call] = field(default_factory=dict)
+    last: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     length: int = 1  # entries of a slice
     # of a slice that does not fit: its inputs, stages and results
     inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
@@ -268,6 +269,10 @@ class Planner:
         stage.before = sorted(before, key=self.order.__getitem__)
         stage.bases = sorted(bases, key=self.order.__getitem__)
         stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
+        readers = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
+        for one, node in readers.items():
+            if one not in stage.results:
+                stage.last.setdefault(node, []).append(one)
         if stage.axes:
             rows = [
                 shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
