@@ -3,19 +3,14 @@
 For each known family: what replaces its layers; loss and gradients against the original in float32, and of both against float64
 under bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call
 saves eager, with torch.utils.checkpoint round each layer, and converted.
-
-With --all, every class of transformers that builds small, at "full": loss, gradients and what is saved. A class that does not
-build small, does not run on the inputs that small.py makes, takes too long, or is random in training, is counted as such.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import copy
 import csv
-import signal
 import traceback
 import warnings
 from pathlib import Path
@@ -27,10 +22,9 @@ from torch import nn
 from ckptkern.conversion import revert
 
 from . import measure
-from .small import BATCH, TOKENS, Build, built, calls, hub
+from .small import BATCH, TOKENS, Build, hub
 
 STEPS = 20
-SECONDS = 90  # at most for a class of --all
 WRONG = 1e-5  # of a gradient's norm in float32
 
 
@@ -195,64 +189,6 @@ def compare(name: str) -> measure.Result:
     return result
 
 
-class TooLong(BaseException):
-    """Says that the time is over. No model's own failure is of this class."""
-
-
-def classes(mapping: str) -> dict[str, type]:
-    """Returns the classes of transformers' mapping that import here, by name."""
-    from transformers.models.auto import modeling_auto
-
-    of_configs, found = getattr(modeling_auto, mapping), {}
-    for config in of_configs:
-        try:
-            of_config = of_configs[config]
-        except Exception:  # a class whose own module does not import here (an optional package)
-            continue
-        found |= {one.__name__: one for one in (of_config if isinstance(of_config, (list, tuple)) else (of_config,))}
-    return dict(sorted(found.items()))
-
-
-def swept(name: str, model_class: type) -> measure.Result:
-    """Returns how a class and its conversion at "full" differ, or why they were not compared."""
-
-    def ended(*_: Any) -> None:
-        raise TooLong
-
-    signal.signal(signal.SIGALRM, ended)
-    signal.alarm(SECONDS)
-    result, stage = measure.Result(name), "does not build"
-    try:
-        model = disturbed(built(model_class, {}))
-        stage = "does not run"
-        candidates = calls(model)
-        for inputs in candidates:
-            try:
-                first = measure.step(model, inputs)
-                break
-            except Exception:  # inputs that this class does not take
-                if inputs is candidates[-1]:
-                    raise
-        stage = "CRASHED"
-        if measure.error(measure.step(model, inputs, seed=1), first) > 1e-6:
-            result.verdict = "does not repeat"
-            return result
-        with contextlib.suppress(Exception):  # of a model that does not run under it
-            result.saved_checkpoint = measure.saved(measure.checkpointed(model), inputs)
-        measure.convert_and_compare(result, model, inputs, recompute="full")
-        if not max(result.gradient_error, result.loss_error) < 10 * WRONG:
-            result.verdict = "WRONG"
-    except TooLong:
-        result.verdict = "too long"
-    except Exception as error:  # is what is looked for, and the other classes still run
-        result.verdict, result.reasons = stage, [f"{type(error).__name__}: {str(error)[:300]}"]
-        if stage == "CRASHED":
-            traceback.print_exc()
-    finally:
-        signal.alarm(0)
-    return result
-
-
 def draw(rows: list[dict[str, str]], path: Path) -> None:
     """Draws what each family saves: eager, with torch.utils.checkpoint round each layer, converted."""
     from matplotlib.figure import Figure
@@ -283,9 +219,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a row for each family to this file")
     parser.add_argument("--only", default="", help="families whose names have this in them")
     parser.add_argument("--figure", type=Path, help="draw what --out holds, from an earlier run, to this file")
-    parser.add_argument(
-        "--all", choices=("MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING"), help="every class of transformers' mapping"
-    )
     args = parser.parse_args()
     if args.figure:
         if args.out is None:
@@ -294,12 +227,11 @@ def main() -> None:
             return draw(list(csv.DictReader(file)), args.figure)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    everything = classes(args.all) if args.all else FAMILIES
-    names = [name for name in everything if args.only.lower() in name.lower()]
+    names = [name for name in FAMILIES if args.only.lower() in name.lower()]
     results = []
     for name in names:
         try:
-            result = swept(name, everything[name]) if args.all else compare(name)
+            result = compare(name)
         except ModuleNotFoundError as error:
             print(f"{name}: left out: {error}", flush=True)
             continue

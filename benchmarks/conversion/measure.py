@@ -140,11 +140,11 @@ def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
     return losses
 
 
-def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any], recompute: str = "selective") -> None:
+def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any]) -> None:
     """Converts the model in place and compares it with what it was."""
     theirs, result.saved_eager = step(model, inputs), saved(model, inputs)
     start = time.perf_counter()
-    conversion = convert(model, recompute=recompute, **inputs)
+    conversion = convert(model, **inputs)
     result.seconds = time.perf_counter() - start
     result.replaced = dict(Counter(row.replaced_by for row in conversion.converted))
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))

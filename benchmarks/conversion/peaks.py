@@ -8,6 +8,7 @@ backward: eager; with gradient checkpointing, and with that and the loss in chec
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import math
 import time
@@ -32,6 +33,7 @@ from .families import WRONG, disturbed
 from .small import built
 
 MIB = 2**20
+WORKSPACE = "4MiB"
 WIDTH, LAYERS, CLASSES, HEADS = 128, 4, 512, 4
 SCANNED = 256  # at most so many tokens of a family that torch scans token by token on a CPU
 LONGEST = 2**16  # that a model's tables are made for
@@ -97,6 +99,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SEQUENTIAL = {"Mamba", "FalconMamba", "Jamba", "Rwkv"}  # whose scan is a loop over tokens
 
+Loss = Callable[[nn.Module], Tensor]  # of a training call of a model
+
 
 @dataclass
 class Result:
@@ -149,45 +153,62 @@ def layers_of(model: nn.Module) -> list[str]:
     return names
 
 
-def peak(model: nn.Module, ids: Tensor, loss: Callable[[nn.Module, Tensor], Tensor]) -> tuple[int, dict[str, Tensor]]:
+def peak(model: nn.Module, loss: Loss) -> tuple[int, dict[str, Tensor]]:
     """Returns the peak of a step after a first one, and the loss, "", and all gradients of it."""
-    loss(model, ids).backward()
+    loss(model).backward()
     model.zero_grad(set_to_none=False)
     gc.collect()
     with peak_memory("cpu") as used:
-        value = loss(model, ids)
+        value = loss(model)
         value.backward()
-    return used.bytes, {"": value.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    return used.bytes, {"": value.detach()} | {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def compare(name: str, tokens: int) -> Result:
-    """Returns a family's peaks, and how the converted model differs from eager."""
-    result = Result(name, min(tokens, SCANNED) if name in SEQUENTIAL else tokens)
-    ids = torch.randint(3, CLASSES, (1, result.tokens), generator=torch.Generator().manual_seed(1))
-    result.eager, theirs = peak(build(name), ids, whole_loss)
-    result.checkpointing, _ = peak(checkpointed(build(name)), ids, whole_loss)
-    result.chunked, _ = peak(checkpointed(build(name)), ids, chunked_loss)
-    model = build(name)
-    layers = layers_of(model)
-    example = ids[:, : result.tokens // 4]
+def compare_peaks(
+    result: Result,
+    build: Callable[[], nn.Module],
+    example: dict[str, Any],
+    loss: Loss,
+    chunked: Loss | None = None,
+    checkpointed: Callable[[nn.Module], nn.Module] = checkpointed,
+    workspace: str = WORKSPACE,
+) -> None:
+    """Measures a model's peaks, and how the converted one differs from eager. build: the same model in each call, with
+    gradients; example: the call that convert is given; checkpointed: makes layers of a model activation checkpoints."""
+    result.eager, theirs = peak(build(), loss)
+    result.checkpointing, _ = peak(checkpointed(build()), loss)
+    result.chunked = peak(checkpointed(build()), chunked)[0] if chunked else result.checkpointing
+    model = build()
+    layers = layers_of(model) or measure.blocks(model)
     start = time.perf_counter()
-    conversion = ckptkern.convert(model, input_ids=example, labels=example, recompute="full", workspace="4MiB")
+    conversion = ckptkern.convert(model, **example, recompute="full", workspace=workspace)
     result.seconds = time.perf_counter() - start
     replaced = {row.name: row.replaced_by for row in conversion}
     result.layers = len(layers)
     result.checkpointed = sum(replaced.get(layer) == "checkpoint" for layer in layers)
     result.whole = sum(replaced.get(layer) is not None for layer in layers) - result.checkpointed
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion if row.reason))
-    result.converted, ours = peak(model, ids, whole_loss)
+    result.converted, ours = peak(model, loss)
     result.ratio = result.converted / min(result.checkpointing, result.chunked)
-    result.loss_error = abs(float(ours[""]) - float(theirs[""])) / abs(float(theirs[""]))
+    result.loss_error = abs(float(ours[""]) - float(theirs[""])) / max(abs(float(theirs[""])), 1e-30)
     result.gradient_error = measure.error(ours, theirs)
     result.wrong = not max(result.loss_error, result.gradient_error) < WRONG
+
+
+def compare(name: str, tokens: int) -> Result:
+    """Returns a family's peaks, and how the converted model differs from eager."""
+    result = Result(name, min(tokens, SCANNED) if name in SEQUENTIAL else tokens)
+    ids = torch.randint(3, CLASSES, (1, result.tokens), generator=torch.Generator().manual_seed(1))
+    example = ids[:, : result.tokens // 4]
+    losses = (functools.partial(loss, ids=ids) for loss in (whole_loss, chunked_loss))
+    compare_peaks(result, functools.partial(build, name), dict(input_ids=example, labels=example), *losses)
     return result
 
 
 HEADING = (
-    f"{'MiB':17} {'tokens':>6} {'eager':>8} {'ckpt':>8} {'chunked':>8} {'ours':>8} {'ratio':>6}  "
+    f"{'MiB':26} {'tokens':>6} {'eager':>8} {'ckpt':>8} {'chunked':>8} {'ours':>8} {'ratio':>6}  "
     "layers whole ckpt  wrong (loss, gradients)  convert"
 )
 
@@ -196,7 +217,7 @@ def line(result: Result) -> str:
     peaks = (result.eager, result.checkpointing, result.chunked, result.converted)
     cells = " ".join(f"{size / MIB:8.1f}" for size in peaks)
     return (
-        f"{result.name:17} {result.tokens:6} {cells} {result.ratio:6.2f}  {result.layers:6} {result.whole:5} "
+        f"{result.name:26} {result.tokens:6} {cells} {result.ratio:6.2f}  {result.layers:6} {result.whole:5} "
         f"{result.checkpointed:4}  {'WRONG' if result.wrong else 'no':5} ({result.loss_error:.0e}, {result.gradient_error:.0e})"
         f"    {result.seconds:6.1f} s"
     )

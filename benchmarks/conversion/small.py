@@ -12,28 +12,48 @@ from torch import Tensor, nn
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]  # a model, and the arguments of a call
 Sizes = list[tuple[int, str]]
-BATCH, TOKENS, WIDTH = 2, 12, 64
-# A size, and the names that configurations have for it. Those that a configuration has are set.
-SIZES: Sizes = [
-    (WIDTH, "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim_model"),
-    (WIDTH, "embedding_size word_embed_proj_dim projection_dim decoder_hidden_size"),
-    (96, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim decoder_intermediate_size"),
-    (96, "feed_forward_size vocab_size"),
-    (32, "moe_intermediate_size shared_expert_intermediate_size image_size"),
-    (2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"),
-    (2, "num_encoder_layers depth decoder_num_hidden_layers num_key_value_heads num_kv_heads num_experts_per_tok"),
-    (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
-    (4, "decoder_num_attention_heads num_experts num_local_experts n_routed_experts num_frames"),
-    (16, "head_dim d_kv attention_head_dim"),
-    (64, "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx max_seq_len"),
-    (8, "rotary_dim patch_size num_mel_bins"),
-    (3, "num_channels"),
-    (2, "type_vocab_size eos_token_id"),
-    (1, "bos_token_id decoder_start_token_id"),
-    (0, "pad_token_id"),
-]
+BATCH, TOKENS = 2, 12
+
+
+def sizes(
+    width: int = 64, hidden: int = 96, layers: int = 2, classes: int = 96, image: int = 32, positions: int = 64
+) -> Sizes:
+    """Returns sizes, and the names that configurations have for them. Those that a configuration has are set."""
+    return [
+        (width, "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim_model"),
+        (width, "embedding_size word_embed_proj_dim projection_dim decoder_hidden_size"),
+        (
+            hidden,
+            "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim decoder_intermediate_size",
+        ),
+        (hidden, "feed_forward_size"),
+        (classes, "vocab_size"),
+        (width // 2, "moe_intermediate_size shared_expert_intermediate_size"),
+        (image, "image_size"),
+        (layers, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"),
+        (layers, "num_encoder_layers depth decoder_num_hidden_layers"),
+        (2, "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk"),
+        (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
+        (4, "decoder_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts num_frames"),
+        (width // 4, "head_dim d_kv attention_head_dim"),
+        (positions, "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx max_seq_len"),
+        (8, "rotary_dim patch_size num_mel_bins"),
+        (32, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_d_state ssm_state_size"),
+        (2, "linear_num_key_heads n_groups mamba_n_groups"),
+        (4, "linear_num_value_heads"),
+        (8, "mamba_n_heads mamba_num_heads"),
+        (32, "q_lora_rank kv_lora_rank v_head_dim qk_nope_head_dim"),
+        (16, "qk_rope_head_dim"),
+        (3, "num_channels"),
+        (2, "type_vocab_size eos_token_id"),
+        (1, "bos_token_id decoder_start_token_id"),
+        (0, "pad_token_id"),
+    ]
+
+
+SIZES = sizes()
 RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")  # in names of what is random in training
-MOST = 2e7  # parameters of a small model
+MOST = 3e7  # parameters of a small model
 
 
 def overrides(config: Any, sizes: Sizes = SIZES) -> dict[str, Any]:
@@ -57,6 +77,8 @@ def built(model_class: type, settings: dict[str, Any], sizes: Sizes = SIZES) -> 
     """Returns a model in training without dropout. settings: of the configuration, over the sizes."""
     config_class = model_class.config_class
     config = config_class(**overrides(config_class(), sizes) | settings)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
     with torch.device("meta"):  # where nothing is initialised
         count = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if count > MOST:
@@ -73,21 +95,22 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(1))
 
 
-def calls(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the arguments of calls that may fit, the likeliest first."""
+def calls(model: nn.Module, batch: int = BATCH, length: int = TOKENS, samples: int = 4000) -> list[dict[str, Any]]:
+    """Returns the arguments of calls that may fit, the likeliest first. batch: of sequences; length: of tokens; samples: of a
+    waveform."""
     names = set(inspect.signature(model.forward).parameters)
     config = model.config
     size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)
     size = size if isinstance(size, int) else 32
-    ids = tokens(BATCH, TOKENS)
+    ids = tokens(batch, length)
     candidates = {
         "input_ids": ids,
-        "decoder_input_ids": tokens(BATCH, TOKENS - 2),
+        "decoder_input_ids": tokens(batch, length - 2),
         "labels": ids,
-        "bbox": torch.sort(torch.randint(0, 60, (BATCH, TOKENS, 4)), -1)[0],
-        "pixel_values": torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(0)),
-        "input_features": torch.randn(BATCH, 8, 128),
-        "input_values": torch.randn(BATCH, 4000),
+        "bbox": torch.sort(torch.randint(0, 60, (batch, length, 4)), -1)[0],
+        "pixel_values": torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)),
+        "input_features": torch.randn(batch, 8, 2 * getattr(config, "max_source_positions", length)),
+        "input_values": torch.randn(batch, samples),
         "use_cache": False,
     }
     arguments = {name: value for name, value in candidates.items() if name in names}
@@ -98,7 +121,7 @@ def calls(model: nn.Module) -> list[dict[str, Any]]:
         for left_out in ("pixel_values", "input_ids"):
             found.append({name: value for name, value in arguments.items() if name != left_out})
     if "hidden_states" in names:
-        found.append({"hidden_states": torch.randn(BATCH, TOKENS, WIDTH)})
+        found.append({"hidden_states": torch.randn(batch, length, config.hidden_size)})
     return found
 
 

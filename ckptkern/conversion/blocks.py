@@ -126,19 +126,22 @@ class Around:
                 )
             if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True):
                 raise Unreadable("no activation checkpoint either: its forward changes a buffer")
-        if forward.parts is not None and not self.runs_in_parts(forward, theirs):
-            forward.parts = None
+        if forward.parts is not None:
+            self.check_parts(forward, theirs)
         return error
 
-    def runs_in_parts(self, forward: General, theirs: list[Tensor | None]) -> bool:
-        """Returns whether the layer can be cut, and gives the same numbers in slices, to rounding."""
+    def check_parts(self, forward: General, theirs: list[Tensor | None]) -> None:
+        """Leaves the layer whole if it cannot be cut, or gives other numbers in slices than to rounding."""
         parts, error = forward.parts, math.inf
         parts.slices = SLICES
         with contextlib.suppress(Exception):  # what a forward makes of it; it then runs as it is
             error = difference(self.step(forward)[0], theirs)
         parts.slices = 0
-        forward.how = str(next(filter(None, parts.plans.values()), ""))
-        return bool(forward.how) and error <= ROUNDING
+        how = next(filter(None, parts.plans.values()), None)
+        if how is None or not error <= ROUNDING:
+            parts.why = f"in slices it gives other numbers ({error:.1e})" if how else parts.why or "it is not recorded"
+            parts.is_whole = True
+        forward.how = f"as a whole: {parts.why}" if parts.is_whole else f"in parts: {how}"
 
     def checkpointed(self, recompute: str, name: str, others: list[tuple[str, General]]) -> tuple[General, int, float]:
         """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). others: those of

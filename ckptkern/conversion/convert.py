@@ -262,7 +262,7 @@ class _Conversion:
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
-            row.reason = f"{row.reason or 'its op is unknown'}; it runs in parts: {forward.how}"
+            row.reason = f"{row.reason or 'its op is unknown'}; it runs {forward.how}"
         row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
         module.forward = forward
 
@@ -348,7 +348,7 @@ def why_general(module: nn.Module) -> str:
     if any(parametrize.is_parametrized(m) for m in module.modules()):
         return "a weight is parametrized"
     # not vectors alone, such as a router's correction, which no gradient trains
-    frozen = any(p.dim() > 1 and not p.requires_grad for p in module.parameters())
+    frozen = any(not p.requires_grad and p.numel() > max(p.shape, default=1) for p in module.parameters())
     if frozen and any(p.requires_grad for p in module.parameters()):
         return "some parameters are frozen and others are not, as with adapters"
     if not all(map(untouched, list(module.modules())[1:])):

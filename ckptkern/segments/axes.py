@@ -15,9 +15,6 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 
-FLOOR = 128  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
-
-
 def even(n: int, most: int) -> int:
     """Returns the length of slices of n entries, the fewest that have at most so many, and as even as they may be."""
     return max(1, -(-n // max(1, -(-n // max(1, most)))))
@@ -264,13 +261,25 @@ def _by_heads(tensors: list[fx.Node], axis: Axis, n: int) -> Cut | None:
 
 
 def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
-    """new_zeros(input, size) and alike, whose values are one number."""
-    return Cut([(one, None) for one in tensors_of(node)], ((1, axis.dim, axis.outer * axis.inner),))
+    """zeros(size), new_zeros(input, size) and alike, whose values are one number."""
+    place = int(name_of(node).startswith("new_"))
+    return Cut([(one, None) for one in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
 
 
 def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     weight, indices = node.args[:2]
     return Cut([(weight, None), (indices, axis)]) if axis.dim < len(shape_of(indices)) else None
+
+
+def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """x[:, :, places, ...]: one tensor of indices, of which each entry chooses entries of x."""
+    x, (*before, places) = node.args[:2]
+    if any(one is not None for one in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
+        return None
+    first, count = len(before), len(shape_of(places))
+    if first <= axis.dim < first + count:
+        return Cut([(x, None), (places, axis.at(axis.dim - first))])
+    return Cut([(x, axis if axis.dim < first else axis.at(axis.dim - count + 1)), (places, None)])
 
 
 def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -311,8 +320,9 @@ TABLE: dict[Rule, str] = {
     _convolution: "convolution",
     _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-    _filled: "new_zeros new_ones new_full new_empty",
+    _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",
     _embedding: "embedding",
+    _index: "index",
     _part: "part",
     _item: "getitem",
 }

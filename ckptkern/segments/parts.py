@@ -28,8 +28,8 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatt
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import Axis, argument, name_of, resized, shape_of, tensors_of
-from .decisions import INDICES
+from .axes import VIEWS, Axis, argument, name_of, resized, shape_of, tensors_of
+from .decisions import INDICES, SELECTS
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
 from .slices import in_slices
 from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
@@ -46,6 +46,12 @@ _planning = threading.RLock()
 # -- running
 
 RESHAPED = (aten.view.default, aten._unsafe_view.default)  # slices are not laid out as the whole was
+# functions of torch, which `decisions` sees: a recompute has to decide alike
+DECIDES = {
+    getattr(getattr(aten, name), overload): getattr(torch, name)
+    for name in (*SELECTS, *INDICES)
+    for overload in getattr(aten, name).overloads()
+}
 # whose fifth argument says whether backward will read what forward may leave out
 FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
 
@@ -73,7 +79,7 @@ def run(
     args, kwargs = fx.map_arg((resized(node, sizes, count), node.kwargs), value)
     if node.target is aten.copy.default:  # which has no derivative
         return args[1].to(args[0].dtype).expand_as(args[0])
-    target = aten.reshape.default if node.target in RESHAPED else node.target
+    target = aten.reshape.default if node.target in RESHAPED else DECIDES.get(node.target, node.target)
     if target in FOR_BACKWARD:
         args = [*args[:4], torch.is_grad_enabled(), *args[5:]]
     if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -196,16 +202,17 @@ register_pytree_node(_Shared, lambda one: ([dict(one.mapping)], type(one.mapping
 
 class Parts:
     """Runs the forward of a module's class in parts. plans: by the kind of call; None where it runs as it is. slices: of each
-    stage, in a check; 0: as many as the workspace asks for. why: the cause why the last call was not cut."""
+    stage, in a check; 0: as many as the workspace asks for. is_whole: nothing is cut, and why: the cause of that."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: bool = False) -> None:
+        self.is_whole = is_whole
         self.plans: collections.OrderedDict[Any, Plan | None] = collections.OrderedDict()
         self.whole: dict[tuple, list[list[int]]] = {}  # sizes of calls that fit the workspace as they are
         self.slices = self.changes = 0
         self.why = ""
 
     def __reduce__(self) -> tuple:  # a copy plans anew
-        return Parts, ()
+        return Parts, (self.is_whole,)
 
     def fits(self, workspace: int, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Returns whether a call at least as large as this one fits the workspace as it is, by a look at sizes."""
@@ -221,16 +228,19 @@ class Parts:
         plan = None
         hooks = torch.nn.modules.module  # of all modules
         if not (
-            torch._C._are_functorch_transforms_active()
+            self.is_whole
+            or torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
             or hooks._global_forward_hooks
             or hooks._global_forward_pre_hooks
         ):
             plan = self.plan_of(module, flat, spec, workspace)
-        if plan is None or (not self.slices and 2 * plan.cost <= workspace):
-            if plan is not None:
-                kind, sizes = _sizes(workspace, args, kwargs)
-                self.whole.setdefault(kind, []).append(sizes)
+        if plan is None:
+            with own_modes():  # what is fused inside bounds its own memory
+                return type(module).forward(module, *args, **kwargs)
+        if not self.slices and 2 * plan.cost <= workspace:
+            kind, sizes = _sizes(workspace, args, kwargs)
+            self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
         values: dict[fx.Node, Any] = dict(
             zip(plan.inputs, (one for one in flat if isinstance(one, Tensor)), strict=True)
@@ -282,12 +292,19 @@ class Parts:
         return plan
 
 
-DECIDES = ("topk", "sort", *INDICES)  # a recompute has to decide alike
-
-
 def samples(node: fx.Node) -> bool:
     """Returns whether it samples random numbers. Attention without dropout does not."""
     return torch.Tag.nondeterministic_seeded in node.target.tags and argument(node, "dropout_p") != 0
+
+
+def becomes_functional(node: fx.Node) -> bool:
+    """Puts add in the place of an add_ to a result that nothing else reads, as torch's RMSNorm without a weight has one."""
+    changed, name = node.args[0], name_of(node)
+    if changed.op != "call_function" or len(changed.users) > 1 or name_of(changed) in VIEWS or name != "add_":
+        return False
+    node.target = getattr(aten.add, node.target._overloadname)
+    node.meta.pop("operator")
+    return True
 
 
 def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
@@ -367,9 +384,7 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if name_of(node).startswith("as_strided"):
                 raise Uncut("it reads memory as this call laid it out")
-            if name_of(node) in DECIDES:
-                raise Uncut(f"{node.target} decides what recompute has to decide alike")
-            if node.target._schema.is_mutable and plan.takes(node):
+            if node.target._schema.is_mutable and (plan.takes(node) or becomes_functional(node)):
                 continue
             if samples(node) or node.target._schema.is_mutable:
                 raise Uncut(f"{node.target} is not run in slices")

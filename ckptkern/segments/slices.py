@@ -71,6 +71,7 @@ class _Results:
     def __init__(self, axes: Sequence[Axis], new: Callable[[int, Tensor], Tensor]):
         self.axes, self.new = axes, new
         self.wholes: list[Tensor] = []
+        self.trained: set[int] = set()  # places of those that have gradients
 
     @torch.no_grad()
     def write(self, place: Place, parts: Sequence[Tensor]) -> None:
@@ -102,6 +103,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx, results, places, sums, *placeholders):
         ctx.set_materialize_grads(False)
         ctx.axes, ctx.places, ctx.sums = results.axes, places, sums
+        ctx.mark_non_differentiable(*(one for i, one in enumerate(results.wholes) if i not in results.trained))
         return tuple(results.wholes)
 
     @staticmethod
@@ -148,6 +150,7 @@ def in_slices(
         del parts
         if any(one.requires_grad for one in made):
             written = _Written.apply(results, place, *made)
+            results.trained |= {i for i, one in enumerate(made) if one.requires_grad}
             sums.redirect(next(one for one in written if one.requires_grad))
             places.append(place)
             placeholders += written

@@ -15,12 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
-from .axes import FLOOR, GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
+from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
+FLOOR = 32  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
 ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
+SCORES = 4  # of attention, and what is computed of them: what is there at once
+SMALL = 16  # a workspace holds as many of what is computed again for each stage that reads it
 JOINED = 8  # more results of a stage that are tried
 MOST = 64  # values between stages, beyond which nothing is cut
 
@@ -87,12 +90,25 @@ def size_of(node: fx.Node) -> int:
     return sum(one.numel() * one.dtype.itemsize for one in (value if is_list(node) else [value]))
 
 
+def may_be_trained(node: fx.Node) -> bool:
+    """Returns whether it is computed of a parameter, or of a floating-point argument."""
+    if "trained" not in node.meta:
+        value = node.meta.get("val")
+        of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
+        node.meta["trained"] = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
+    return node.meta["trained"]
+
+
 def bytes_of(node: fx.Node) -> int:
     """Returns the bytes that a node's result takes beside its input's."""
     value = node.meta.get("val")
     if name_of(node) in VIEWS or name_of(node) in WRITING or value is None:
         return 0
     size = size_of(node)
+    mask = node.kwargs.get("attn_mask")
+    if mask is not None and may_be_trained(mask):  # core attention that computes scores, [B, H, S, S]
+        q, k = node.args[:2]
+        return size + SCORES * size_of(q) // shape_of(q)[-1] * shape_of(k)[2]
     return ASSUMED * size if name_of(node) == "part" and node.args[3] == "tokens" else size
 
 
@@ -104,12 +120,15 @@ class Planner:
         self.placed: set[fx.Node] = set()  # nodes of later stages
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-        self.fixed = {node for node in graph.nodes if node.op == "get_attr"}  # and what is computed of these alone
+        # parameters, and what is computed of these alone if it is no larger: the bytes of these
+        self.fixed = {node: size_of(node) for node in graph.nodes if node.op == "get_attr"}
         self.ancestors: dict[fx.Node, int] = {}
         for node, i in self.order.items():
             inputs = tensors_of(node)
             if node.op == "call_function" and all(one in self.fixed for one in inputs):
-                self.fixed.add(node)
+                size = sum(self.fixed[one] for one in inputs)
+                if size_of(node) <= max(size, workspace // SMALL):
+                    self.fixed[node] = size
             self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[one] for one in inputs), 1 << i)
         self.output = next(node for node in graph.nodes if node.op == "output")
 
@@ -171,10 +190,12 @@ class Planner:
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result, if that shares work with it."""
-        if other in stage.nodes or other in stage.inputs:
+        roots = {one: stage.axes[one] for one in stage.results}
+        if other in stage.nodes:  # and what is computed of it nobody else needs
+            return self.grown({**roots, other: stage.axes[other]}, stage.n) or stage
+        if other in stage.inputs:
             return stage
         mask = sum(1 << self.order[one] for one in (other, *stage.results))
-        roots = {one: stage.axes[one] for one in stage.results}
         wider = []
         for axis, n in axes_of(other):
             if n != stage.n:

@@ -26,12 +26,13 @@ from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_dtype, choose_workspace
-from .axes import FLOOR, Axis, even
+from .axes import Axis, even
 from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 from .slices import in_slices
 
+FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
 ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
 _NOT_FAKEABLE = (
     DataDependentOutputException,

@@ -170,6 +170,48 @@ def test_under_autocast(name):
         assert (a - right).norm() <= 2 * (b - right).norm() + 1e-3 * right.norm()
 
 
+class Switches(Layer):
+    """A layer that is not cut: of what it computes without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax(-1, keepdim=True)
+        h = self.norm(x) * scale
+        return x + self.mlp(self.norm2(h)) + self.out(self.mixer(self.q(h), self.k(h), self.v(h)))
+
+
+def test_a_layer_that_is_not_cut_says_why_and_what_is_fused_inside_bounds_its_own_memory():
+    def built() -> nn.Module:
+        model = Model(recurrence, F.gelu)
+        for layer in model.layers:
+            layer.__class__ = Switches
+        return model
+
+    model, x = built(), torch.randn(1, 2048, D)
+    conversion = ckptkern.convert(model, x[:, :64], recompute="full", workspace=WORKSPACE)
+    reasons = [row.reason for row in conversion if row.kind == "Switches"]
+    assert len(reasons) == LAYERS
+    assert all("it runs as a whole: " in one and "gradients" in one for one in reasons)
+    assert [row.replaced_by for row in conversion if row.kind == "MLP"] == ["mlp_block"] * LAYERS
+    for one in (model, copy.deepcopy(model)):
+        for a, b in zip(step(one, x), step(built(), x), strict=True):
+            assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
+    theirs = built()
+    for layer in theirs.layers:
+        layer.forward = ckptkern.checkpointed(layer.forward)
+    wide = 4 * 2048 * 4 * D  # bytes of what the MLP's activation takes, and of what it returns
+    assert peak(model, x) < peak(theirs, x) - 1.5 * wide
+
+
+def test_a_frozen_vector_hides_no_layer():
+    """A router's correction has the shape [1, experts] and no gradient."""
+    model = Model(recurrence, F.gelu)
+    for layer in model.layers:
+        layer.register_parameter("correction", nn.Parameter(torch.zeros(1, 8), requires_grad=False))
+    conversion = ckptkern.convert(model, torch.randn(1, 64, D), recompute="full", workspace=WORKSPACE)
+    assert [row.replaced_by for row in conversion if row.kind == "MLP"] == ["mlp_block"] * LAYERS
+
+
 def test_second_derivatives_and_parameters_of_a_call():
     """A fused MLP that runs for some tokens computes with the parameters that its layer was called with."""
     model, reference = converted("mixer")[0], Model(*KINDS["mixer"])

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.segments.axes import name_of
+from ckptkern.segments.decisions import Decisions
 from ckptkern.segments.parts import Parts
 
 D, H, S = 32, 4, 96
@@ -159,7 +161,106 @@ def test_second_derivatives():
     assert_close(*found, tolerance=1e-4)
 
 
-def test_what_samples_decides_or_writes_is_not_cut():
+class Experts(nn.Module):
+    """A mixture of experts by a matmul of groups of rows, which torch knows of fake tensors in 16 bits alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.norm = nn.Linear(D, 4), nn.RMSNorm(D, elementwise_affine=False)
+        self.up = nn.Parameter(torch.randn(4, D, 2 * D) / D**0.5)
+        self.down = nn.Parameter(torch.randn(4, 2 * D, D) / D**0.5)
+        self.bias = nn.Parameter(torch.randn(4, 2 * D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).flatten(0, 1)
+        scores, experts = torch.topk(self.router(h).softmax(-1), 2)
+        experts, order = experts.flatten().sort(stable=True)
+        ends = torch.histc(experts.float(), 4, 0, 3).cumsum(0).to(torch.int32)
+        wide = torch._grouped_mm(h[order // 2], self.up, offs=ends) + self.bias[experts]
+        y = torch._grouped_mm(F.silu(wide), self.down, offs=ends) * scores.flatten()[order, None]
+        return x + torch.zeros_like(h).index_add(0, order // 2, y).view_as(x)
+
+
+class Biased(nn.Module):
+    """Attention with a bias by distance, computed of a small table, which the layer returns, as T5's first one does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.table = nn.Linear(D, 3 * D), nn.Embedding(16, H)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, S, _ = x.shape
+        at = torch.arange(S)
+        distance = (at[None, :] - at[:, None]).abs().float()
+        bias = self.table((distance + 1).log().mul(3).long().clamp(max=15)).permute(2, 0, 1)[None]
+        q, k, v = (one.view(B, S, H, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, bias)
+        return x + y.transpose(1, 2).reshape(B, S, D), bias, torch.zeros(1, H, S, S)
+
+
+def test_decisions_are_those_of_forward(monkeypatch):
+    """topk and sort run once, all at once, and a recompute takes what forward chose."""
+    torch.manual_seed(0)
+    layer, x = Experts(), torch.randn(2, S, D)
+    try:
+        theirs = step(layer, x, layer.forward)
+    except RuntimeError as error:
+        pytest.skip(f"this torch multiplies groups in 16 bits alone: {error}")
+    parts, run = in_parts(layer, 3)
+    decided, seen = Decisions.decided, []
+    monkeypatch.setattr(Decisions, "decided", lambda self, *args: (seen.append(args[0]), decided(self, *args))[1])
+
+    def checkpointed(x):
+        return ckptkern.checkpoint(run, x, context_fn=ckptkern.saved_decisions)
+
+    x0 = x.detach().requires_grad_()
+    y = checkpointed(x0)
+    assert seen == ["topk", "sort"]
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    assert seen == ["topk", "sort"] * 2
+    assert_close([y.detach(), x0.grad, *(p.grad for p in layer.parameters())], theirs)
+    (plan,) = parts.plans.values()
+    whole = [stage for stage in plan.stages if not stage.axes]
+    assert {"topk", "sort", "part"} <= {name_of(node) for stage in whole for node in stage.nodes}
+    assert any("index" in str(stage) for stage in plan.stages if stage.axes), "rows of a table, with what reads them"
+
+
+def test_what_is_computed_of_a_small_table_is_cut_and_what_has_no_gradient_gets_none():
+    torch.manual_seed(0)
+    layer, x = Biased(), torch.randn(1, S, D)
+    parts, run = in_parts(layer)
+    results = []
+    for forward in (run, layer.forward):
+        layer.zero_grad()
+        y, bias, zeros = ckptkern.checkpoint(forward, x)
+        assert bias.requires_grad
+        assert not zeros.requires_grad
+        (y.square().sum() + bias.sin().sum()).backward()
+        results.append([y.detach(), bias.detach(), *(p.grad for p in layer.parameters())])
+    assert_close(*results)
+    (plan,) = parts.plans.values()
+    made = {name_of(one): stage for stage in plan.stages for one in stage.results}
+    assert made["embedding"].n == S
+    assert made["embedding"].length < S
+
+
+def test_scores_that_a_layer_returns_are_computed_where_they_are_read():
+    class Returns(Heads):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = self.qkv(x).chunk(2, -1)
+            scores = (q @ k.transpose(-1, -2)).softmax(-1)
+            return x + self.out(scores @ x), scores
+
+    torch.manual_seed(0)
+    layer, x = Returns(), torch.randn(1, S, D)
+    parts, run = in_parts(layer, 3)
+    assert_close([one.detach() for one in run(x)], [one.detach() for one in layer(x)])
+    (plan,) = parts.plans.values()
+    handed = {node.name for stage in plan.stages for node in stage.results if node.meta["val"].shape[-1] == S}
+    assert len(handed) == 1, "the result alone has a column for each token"
+
+
+def test_what_samples_or_writes_is_not_cut():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -169,11 +270,7 @@ def test_what_samples_decides_or_writes_is_not_cut():
             self.count.add_(1)
             return x * self.count.sum()
 
-    class Chooses(nn.Module):
-        def forward(self, x):
-            return x * x.sum(-1).topk(2, -1).values.sum()
-
-    for layer, why in ((nn.Dropout(0.5), "dropout|bernoulli|rand"), (Writes(), "changes what"), (Chooses(), "topk")):
+    for layer, why in ((nn.Dropout(0.5), "dropout|bernoulli|rand"), (Writes(), "changes what")):
         parts, run = in_parts(layer, 2)
         x = torch.randn(2, 8, D)
         ours = run(x)

@@ -1,0 +1,171 @@
+"""Peak memory of a training step of every class of transformers that builds small: `python -m benchmarks.conversion.sweep`.
+
+As peaks.py does it for families of language models: eager; with each layer an activation checkpoint, and with that and the loss
+in checkpointed chunks of tokens where there is a language model's loss; and of the model that
+`convert(model, recompute="full", workspace=...)` converted, whose loss and gradients are compared with eager's. A class that
+does not build small, does not run on the inputs that small.py makes, takes too long, is random in training or has no layers is
+counted as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptkern.benchmarks.baselines import checkpointed, chunked_loss
+from ckptkern.conversion.report import write_rows
+from ckptkern.extras import missing
+
+from . import measure, peaks
+from .families import disturbed
+from .small import built, calls, sizes
+
+MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
+SIZES = sizes(width=128, hidden=352, layers=4, classes=512, image=128, positions=2048)
+SECONDS = 180  # of the processor, at most for a class
+SAMPLES = 16000  # of a waveform
+BOUNDS = {True: 0.6, False: 0.8}  # that a decoder's peak, and another model's, may be of what checkpointing takes
+
+
+class TooLong(BaseException):
+    """Says that the time is over. No model's own failure is of this class."""
+
+
+def classes(mapping: str) -> dict[str, type]:
+    """Returns the classes of transformers' mapping that import here, by name."""
+    from transformers.models.auto import modeling_auto
+
+    of_configs, found = getattr(modeling_auto, mapping), {}
+    for config in of_configs:
+        try:
+            of_config = of_configs[config]
+        except Exception:  # a class whose own module does not import here (an optional package)
+            continue
+        found |= {one.__name__: one for one in (of_config if isinstance(of_config, (list, tuple)) else (of_config,))}
+    return dict(sorted(found.items()))
+
+
+def build(model_class: type) -> nn.Module:
+    """Returns a small model, the same for each call, with gradients of zeros."""
+    model = disturbed(built(model_class, {}, SIZES))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model
+
+
+def loss_of(inputs: dict[str, Any], model: nn.Module) -> Tensor:
+    torch.manual_seed(0)
+    return measure.loss_of(model(**inputs))
+
+
+def with_checkpoints(model: nn.Module) -> nn.Module:
+    """Makes activation checkpoints of layers: the model's own, or of the members of its lists of layers."""
+    if peaks.layers_of(model) and model.supports_gradient_checkpointing:
+        return checkpointed(model)
+    return measure.checkpointed(model)
+
+
+def chunked(model: nn.Module, inputs: dict[str, Any]) -> Callable[[nn.Module], Tensor] | None:
+    """Returns the model's loss in chunks of tokens; None where it is no language model's loss of its last hidden states."""
+    loss = functools.partial(chunked_loss, ids=inputs.get("labels"))
+    with contextlib.suppress(Exception), torch.no_grad():
+        if torch.allclose(loss(model), loss_of(inputs, model), rtol=1e-4):
+            return loss
+    return None
+
+
+def swept(name: str, model_class: type, tokens: int, workspace: str) -> tuple[str, peaks.Result]:
+    """Returns (what came out, the class's peaks as far as they were measured)."""
+
+    def ended(*_: Any) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGPROF, ended)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    result, stage = peaks.Result(name, tokens), "does not build"
+    try:
+        model = build(model_class)
+        stage = "does not run"
+        candidates = calls(model, 1, tokens, SAMPLES) + calls(model, 2, tokens, SAMPLES)
+        for inputs in candidates:
+            try:
+                first = measure.step(model, inputs)
+                break
+            except Exception:  # inputs that this class does not take
+                if inputs is candidates[-1]:
+                    raise
+        stage = "CRASHED"
+        if measure.error(measure.step(model, inputs, seed=1), first) > 1e-6:
+            return "does not repeat", result
+        if not (peaks.layers_of(model) or measure.blocks(model)):
+            return "no layers", result
+        remade = functools.partial(build, model_class)
+        loss = functools.partial(loss_of, inputs)
+        peaks.compare_peaks(result, remade, inputs, loss, chunked(model, inputs), with_checkpoints, workspace)
+        return "WRONG" if result.wrong else "right", result
+    except TooLong:
+        return "too long", result
+    except Exception as error:  # is what is looked for, and the other classes still run
+        result.reasons = [f"{type(error).__name__}: {str(error)[:300]}"]
+        if stage == "CRASHED":
+            traceback.print_exc()
+        return stage, result
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion.sweep", description=__doc__.split("\n")[0])
+    parser.add_argument("classes", nargs="*", metavar="class", help="of transformers (default: all of the mappings)")
+    parser.add_argument("--mapping", choices=MAPPINGS, help=f"classes of this mapping (default: {', '.join(MAPPINGS)})")
+    parser.add_argument("--tokens", type=int, default=512, help="of a sequence (default: 512)")
+    parser.add_argument("--workspace", default="1MiB", help="(default: 1MiB)")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="the I-th of N parts of the classes (default: 1/1)"
+    )
+    parser.add_argument("--out", type=Path, help="write a row for each class that was measured to this file")
+    args = parser.parse_args()
+    if hint := missing("transformers"):
+        parser.error(hint)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, tuple[str, type]] = {}
+    for mapping in [args.mapping] if args.mapping else MAPPINGS:
+        found |= {name: (mapping, one) for name, one in classes(mapping).items() if name not in found}
+    if unknown := set(args.classes) - set(found):
+        parser.error(f"no such class in {args.mapping or 'these mappings'}: {', '.join(sorted(unknown))}")
+    part, parts = map(int, args.part.split("/"))
+    results, verdicts = [], collections.Counter()
+    print(peaks.HEADING)
+    for name in (args.classes or list(found))[part - 1 :: parts]:
+        verdict, result = swept(name, found[name][1], args.tokens, args.workspace)
+        verdicts[verdict] += 1
+        if verdict not in ("right", "WRONG"):
+            print(f"{name:26} {verdict}: {' '.join(result.reasons)}"[:160], flush=True)
+            continue
+        print(peaks.line(result), flush=True)
+        results.append(result)
+        if args.out:
+            write_rows(args.out, [one.row() for one in results])
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
+    above = {name: result for result in results if result.ratio > BOUNDS["CAUSAL" in found[name := result.name][0]]}
+    print(f"{len(above)} above what they may take:")
+    for result in sorted(above.values(), key=lambda one: -one.ratio):
+        print(f"  {result.ratio:.2f} {result.name}: {' | '.join(result.reasons)[:300]}")
+    if verdicts["WRONG"] or verdicts["CRASHED"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
