@@ -65,52 +65,45 @@ class _Slice(torch.autograd.Function):
         return torch.zeros((), device=ctx.device), None, None, *(None for _ in grads)
 
 
-class _Results:
-    """Holds what slices returned so far."""
-
-    def __init__(self, axes: Sequence[Axis], new: Callable[[int, Tensor], Tensor]):
-        self.axes, self.new = axes, new
-        self.wholes: list[Tensor] = []
-        self.trained: set[int] = set()  # places of those that have gradients
-
-    @torch.no_grad()
-    def write(self, place: Place, parts: Sequence[Tensor]) -> None:
-        self.wholes = self.wholes or [self.new(i, part.detach()) for i, part in enumerate(parts)]
-        for axis, whole, part in zip(self.axes, self.wholes, parts, strict=True):
-            axis.write(whole, *place, part)
+@torch.no_grad()
+def _write(wholes: Sequence[Tensor], axes: Sequence[Axis], place: Place, parts: Sequence[Tensor]) -> None:
+    for whole, axis, part in zip(wholes, axes, parts, strict=True):
+        axis.write(whole, *place, part)
 
 
 class _Written(torch.autograd.Function):
     """Writes the results of a slice to their places and returns placeholders of them, which take no memory."""
 
     @staticmethod
-    def forward(ctx, results, place, *parts):
+    def forward(ctx, wholes, axes, place, *parts):
         ctx.set_materialize_grads(False)
-        ctx.axes = results.axes
-        results.write(place, parts)
-        slices = (axis.slice(whole, *place) for axis, whole in zip(results.axes, results.wholes, strict=True))
+        ctx.axes = axes
+        _write(wholes, axes, place, parts)
+        slices = (axis.slice(whole, *place) for axis, whole in zip(axes, wholes, strict=True))
         return tuple(one.new_zeros(()).expand(one.shape) for one in slices)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, None, *(one if one is None else axis.flat(one) for axis, one in zip(ctx.axes, grads, strict=True))
+        parts = (one if one is None else axis.flat(one) for axis, one in zip(ctx.axes, grads, strict=True))
+        return None, None, None, *parts
 
 
 class _Joined(torch.autograd.Function):
-    """Returns the results, for the placeholders of slices at these places. sums: lives as long as the graph."""
+    """Returns the results, for the placeholders of slices at these places. trained: numbers of results that have gradients.
+    sums: lives as long as the graph."""
 
     @staticmethod
-    def forward(ctx, results, places, sums, *placeholders):
+    def forward(ctx, wholes, axes, places, trained, sums, *placeholders):
         ctx.set_materialize_grads(False)
-        ctx.axes, ctx.places, ctx.sums = results.axes, places, sums
-        ctx.mark_non_differentiable(*(one for i, one in enumerate(results.wholes) if i not in results.trained))
-        return tuple(results.wholes)
+        ctx.axes, ctx.places, ctx.sums = axes, places, sums
+        ctx.mark_non_differentiable(*(one for i, one in enumerate(wholes) if i not in trained))
+        return tuple(wholes)
 
     @staticmethod
     def backward(ctx, *grads):
         pairs = [*zip(ctx.axes, grads, strict=True)]
         slices = (None if one is None else axis.slice(one, *place) for place in ctx.places for axis, one in pairs)
-        return None, None, None, *slices
+        return None, None, None, None, None, *slices
 
 
 def in_slices(
@@ -129,8 +122,8 @@ def in_slices(
     without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a
     tensor for all of a result, for its place and a slice. options: of `checkpoint`. Saved for backward: the inputs.
     """
-    results, sums = _Results(axes, new), GradientSums()
-    places, placeholders = list[Place](), list[Tensor]()
+    sums, trained = GradientSums(), set[int]()
+    wholes, places, placeholders = list[Tensor](), list[Place](), list[Tensor]()
     gradients = {
         i: _Gradient(x, axis)
         for i, (x, axis) in enumerate(inputs)
@@ -148,13 +141,14 @@ def in_slices(
             del part
         made = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
         del parts
-        if any(one.requires_grad for one in made):
-            written = _Written.apply(results, place, *made)
-            results.trained |= {i for i, one in enumerate(made) if one.requires_grad}
-            sums.redirect(next(one for one in written if one.requires_grad))
+        wholes = wholes or [new(i, one.detach()) for i, one in enumerate(made)]
+        if with_graph := {i for i, one in enumerate(made) if one.requires_grad}:
+            trained |= with_graph
+            written = _Written.apply(wholes, axes, place, *made)
+            sums.redirect(written[min(with_graph)])
             places.append(place)
             placeholders += written
         else:
-            results.write(place, made)
+            _write(wholes, axes, place, made)
         del made
-    return _Joined.apply(results, places, sums, *placeholders) if placeholders else results.wholes
+    return _Joined.apply(wholes, axes, places, trained, sums, *placeholders) if placeholders else wholes

@@ -310,10 +310,8 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
 
 def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
     """Some tokens become NaN: no other token's output may."""
-    places, inner = (
-        torch.arange(x.shape[dim], device=x.device),
-        dict(fn.named_modules() if isinstance(fn, nn.Module) else ()),
-    )
+    places = torch.arange(x.shape[dim], device=x.device)
+    inner = dict(fn.named_modules() if isinstance(fn, nn.Module) else ())
     inner.pop("", None)
     poisoned, bad = places < 0, list[str]()
 
@@ -346,9 +344,9 @@ def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim:
     """A chunk's output is its part of the whole output."""
     narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
     largest = whole.abs().amax().item() if whole.numel() else 0.0
-    for start in range(0, x.shape[dim], length):
-        size = min(length, x.shape[dim] - start)
-        expected, part = whole.narrow(dim, start, size), forward(x.narrow(dim, start, size))
+    chunks = zip(x.split(length, dim), whole.split(length, dim), strict=True)
+    for start, (chunk, expected) in zip(range(0, x.shape[dim], length), chunks, strict=True):
+        size, part = chunk.shape[dim], forward(chunk)
         if part.shape != expected.shape:
             raise ShapeError(
                 f"tiled: {_name(fn)} returned {tuple(part.shape)} for {size} tokens, not {tuple(expected.shape)}"
