@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
@@ -315,22 +315,22 @@ def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[f
         value = node.meta["val"]
         if axis is None:
             return value
-        size = shape_of(node)[axis.dim]
-        parts = [
-            torch.empty_like(axis.part(one, 0, stage.length)) if one.shape[axis.dim : axis.dim + 1] == (size,) else one
-            for one in (value if is_list(node) else [value])
-        ]
+        parts, size = [], shape_of(node)[axis.dim]
+        for one in value if is_list(node) else [value]:
+            if one.shape[axis.dim : axis.dim + 1] == (size,):
+                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+                one = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), one.device)
+            parts.append(one)
         return parts if is_list(node) else parts[0]
 
-    with mode:
-        for node, axis in _reads(stage):
-            given[node, axis] = graph.placeholder(node.name)
-            given[node, axis].meta["val"] = part(node, axis)
-        for node, cut in stage.nodes.items():
-            axes = dict(cut.inputs)
-            copied = graph.node_copy(node, lambda one, axes=axes: made[one] if one in made else given[one, axes[one]])
-            copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
-            made[node] = copied
+    for node, axis in _reads(stage):
+        given[node, axis] = graph.placeholder(node.name)
+        given[node, axis].meta["val"] = part(node, axis)
+    for node, cut in stage.nodes.items():
+        axes = dict(cut.inputs)
+        copied = graph.node_copy(node, lambda one, axes=axes: made[one] if one in made else given[one, axes[one]])
+        copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
+        made[node] = copied
     ends = [made[one] for one in stage.results]
     graph.output(ends)
     return graph, [*given.values()], ends
