@@ -315,7 +315,7 @@ TABLE: dict[Rule, str] = {
     "detach",
     _repeat: "repeat",
     _stacked: "stack select_scatter",
-    _reduction: "sum mean amax amin var std logsumexp any prod linalg_vector_norm",
+    _reduction: "sum mean amax amin max min var std logsumexp any prod linalg_vector_norm",
     _gemm: "mm addmm bmm baddbmm",
     _convolution: "convolution",
     _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "

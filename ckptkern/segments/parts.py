@@ -29,7 +29,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatt
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import VIEWS, Axis, argument, name_of, resized, shape_of, tensors_of
-from .decisions import INDICES, SELECTS
+from .decisions import INDICES
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
 from .slices import in_slices
 from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
@@ -49,7 +49,7 @@ RESHAPED = (aten.view.default, aten._unsafe_view.default)  # slices are not laid
 # functions of torch, which `decisions` sees: a recompute has to decide alike
 DECIDES = {
     getattr(getattr(aten, name), overload): getattr(torch, name)
-    for name in (*SELECTS, *INDICES)
+    for name in ("topk", "sort", *INDICES)
     for overload in getattr(aten, name).overloads()
 }
 # whose fifth argument says whether backward will read what forward may leave out
@@ -359,7 +359,7 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
     def forward(*tensors: Tensor) -> list[Tensor]:
         args, kwargs = given = filled((values, spec), tensors)
         before, kind = tree_flatten(given)
-        with torch._C._EnableTorchFunction(), Recording():
+        with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():
             result = type(module).forward(module, *args, **kwargs)
         now, after = tree_flatten(given)
         if after != kind or any(one is not other for one, other in zip(now, before, strict=True)):

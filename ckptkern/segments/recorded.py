@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .stages import Call, Form, Uncut
 
@@ -160,15 +160,24 @@ def _grouped(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs
 
 
 class Recording(TorchFunctionMode):
-    """Hides calls from other modes, and raises Uncut where a forward switches gradients off: the graph does not say where."""
+    """Hides calls from other modes. Gradients are on and off for a forward as they are in training, but no call makes any; what
+    one makes while they are off is detached, which the graph shows."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch._C._set_grad_enabled:
-            raise Uncut("it switches gradients on or off")
-        if getattr(function, "__name__", "").endswith("grouped_mm"):
-            return traced_call(None, functools.partial(_grouped, function), args, kwargs or {})
-        with torch._C.DisableTorchFunction():
-            return function(*args, **(kwargs or {}))
+            return function(*args)
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name.endswith("grouped_mm"):
+            made = traced_call(None, functools.partial(_grouped, function), args, kwargs)
+        else:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                made = function(*args, **kwargs)
+        if torch.is_grad_enabled() or name in ("__get__", "detach"):
+            return made
+        writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        if writes or name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2] != "_") or "out" in kwargs:
+            raise Uncut("it writes while gradients are off")
+        return tree_map_only(Tensor, Tensor.detach, made)
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:

@@ -95,7 +95,8 @@ def may_be_trained(node: fx.Node) -> bool:
     if "trained" not in node.meta:
         value = node.meta.get("val")
         of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
-        node.meta["trained"] = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
+        of = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
+        node.meta["trained"] = of and name_of(node) != "detach"
     return node.meta["trained"]
 
 

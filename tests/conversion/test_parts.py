@@ -171,11 +171,10 @@ def test_under_autocast(name):
 
 
 class Switches(Layer):
-    """A layer that is not cut: of what it computes without a gradient."""
+    """A layer that is not cut: it reads a number on the host."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().amax(-1, keepdim=True)
+        scale = float(x.detach().abs().amax())
         h = self.norm(x) * scale
         return x + self.mlp(self.norm2(h)) + self.out(self.mixer(self.q(h), self.k(h), self.v(h)))
 
@@ -191,7 +190,7 @@ def test_a_layer_that_is_not_cut_says_why_and_what_is_fused_inside_bounds_its_ow
     conversion = ckptkern.convert(model, x[:, :64], recompute="full", workspace=WORKSPACE)
     reasons = [row.reason for row in conversion if row.kind == "Switches"]
     assert len(reasons) == LAYERS
-    assert all("it runs as a whole: " in one and "gradients" in one for one in reasons)
+    assert all("it runs as a whole: " in one for one in reasons)
     assert [row.replaced_by for row in conversion if row.kind == "MLP"] == ["mlp_block"] * LAYERS
     for one in (model, copy.deepcopy(model)):
         for a, b in zip(step(one, x), step(built(), x), strict=True):

@@ -225,6 +225,8 @@ def mixtures(b, s, h, d):
         yield Case(name, lambda x, one=one: one(x, dim=1), (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
         yield Case(name, lambda x, one=one: one(x, dim=0, keepdim=True), (x,), {1, 2}, {Axis(2): [Axis(2)]})
         yield Case(name, lambda x, one=one: one(x, dim=-1), (x,), {0, 1})
+    yield Case("max", lambda x: x.max(1)[0], (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
+    yield Case("min", lambda x: x.min(-1, keepdim=True)[0], (x,), {0, 1})
     yield Case("sum", lambda x: x.sum((0, -1)), ((b, s, h, d),), {0, 1}, {Axis(0): [Axis(1)], Axis(1): [Axis(2)]})
     yield Case(
         "var", lambda x: x.var((0, 2), correction=1), ((b, s, h, d),), {0, 1}, {Axis(0): [Axis(1)], Axis(1): [Axis(3)]}
@@ -316,7 +318,6 @@ def others(b, s, h, d):
         "sort": lambda x: x.sort(-1)[0],
         "topk": lambda x: x.topk(2)[0],
         "cummax": lambda x: x.cummax(1)[0],
-        "max": lambda x: x.max(-1)[0],
         "argmax": lambda x: x.argmax(-1),
         "scatter": lambda x: x.scatter(1, x.argsort(1), x),
         "scatter_add": lambda x: x.scatter_add(1, x.argsort(1), x),

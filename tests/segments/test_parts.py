@@ -335,14 +335,30 @@ def test_gradients_that_a_forward_switches_off_stay_off():
     class Stops(Layer):
         def forward(self, x):
             with torch.no_grad():
-                scale = x.abs().mean(-1, keepdim=True)
-            return super().forward(x / (1 + scale))
+                scale = self.scale * x.abs().mean(-1, keepdim=True)
+                with torch.enable_grad():
+                    shift = self.out(x)
+                assert not torch.is_grad_enabled()
+            assert torch.is_grad_enabled(), "as in a training call"
+            return super().forward(x / (1 + scale) + shift), scale
+
+    class Writes(Layer):
+        def forward(self, x):
+            scale = x * 2
+            with torch.no_grad():
+                scale += 1
+            return super().forward(scale)
 
     torch.manual_seed(0)
     layer, x = Stops(), torch.randn(1, 32, D)
     parts, run = in_parts(layer, 3)
+    assert_close(step(layer, x, lambda x: run(x)[0]), step(layer, x, lambda x: layer(x)[0]))
+    assert [one.requires_grad for one in run(x)] == [True, False]
+    assert None not in parts.plans.values()
+    layer = Writes()
+    parts, run = in_parts(layer, 3)
     assert_close(step(layer, x, run), step(layer, x, layer.forward))
-    assert "gradients" in parts.why
+    assert "while gradients are off" in parts.why
 
 
 def test_parameters_of_another_kind_are_planned_anew():
