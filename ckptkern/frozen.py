@@ -11,6 +11,7 @@ formulas that their publishers' own code has.
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map
 
 from .errors import DtypeError, ShapeError
 from .extras import missing
+from .memory import placeholders
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -36,13 +39,14 @@ VIEWS = frozenset(
         aten.unsqueeze.default,
     )
 )
+SWAPS = {("transpose.int", (-2, -1))}  # of each expert
 SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
 _MARK = "frozen:"  # begins the string in which an op's options say which of its tensors are parts of a Frozen
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK = 128  # of block_fp8, in both dimensions
 GROUP = 32  # values that share a scale in mxfp4
 AT_ONCE = 2**20  # elements that are dequantised at a time where that has temporaries
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same negative
 TORCHAO = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "intx", "Float8Tensor": "float8"}
 OPTIONAL = {"Int8Tensor": ("zero_point",)}
 QUANTISES_INPUT = ("act_quant_kwargs", "activation_quantization", "act_quant_scale", "act_pre_scale")
@@ -62,13 +66,21 @@ class Layout(NamedTuple):
 Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors: the library's
 
 
+def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
+    """Of parts that have an entry for each expert, or are one for all."""
+    own = [part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts]
+    return layout._replace(shape=layout.shape[1:]), tuple(own)
+
+
 class Kind(NamedTuple):
     """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
-    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it."""
+    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it.
+    expert(parts, layout, e) -> what one of [E, n, k] is."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
     package: str = ""
+    expert: Callable[[Sequence[Tensor], Layout, int], Taken] = expert_by_slices
 
 
 def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None) -> Taken:
@@ -79,14 +91,13 @@ def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torc
         return _raw(data, scales, kind, dtype or torch.bfloat16)
     if scales is not None:
         raise TypeError("Frozen: scales are given without a kind; pass kind='block_fp8' or kind='mxfp4'")
-    package = type(data).__module__.partition(".")[0]
-    if package == "bitsandbytes" and type(data).__name__ == "Params4bit":
-        return _of_bitsandbytes(data, dtype)
-    if package == "torchao" and type(data).__name__ in TORCHAO:
+    if (packed := packed_4bit(data)) is not None:
+        return _of_bitsandbytes(*packed, dtype)
+    if type(data).__module__.startswith("torchao.") and type(data).__name__ in TORCHAO:
         return _of_torchao(data, dtype)
     raise TypeError(
-        f"Frozen: data must be bitsandbytes' Params4bit, a weight-only {', '.join(TORCHAO)} of torchao, or raw tensors "
-        f"with a kind, not {type(data).__module__}.{type(data).__name__}"
+        f"Frozen: data must be bitsandbytes' Params4bit or its parametrization alone, a weight-only {', '.join(TORCHAO)} of "
+        f"torchao, or raw tensors with a kind, not {type(data).__module__}.{type(data).__name__}"
     )
 
 
@@ -99,15 +110,16 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
         return kind.dequantized(parts, layout, dtype)
     whole = parts[0].new_empty(layout.shape, dtype=dtype)
     for expert, made in enumerate(whole):
-        made.copy_(kind.dequantized([part[expert] for part in parts], layout._replace(shape=layout.shape[1:]), dtype))
+        own, values = kind.expert(parts, layout, expert)
+        made.copy_(kind.dequantized(values, own, dtype))
     return whole
 
 
 def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
     """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
-    if hasattr(data, "quant_state"):
-        state = data.quant_state
-        return state is not None and data.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
+    if (found := packed_4bit(data)) is not None:
+        packed, state = found
+        return state is not None and packed.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
     return data.qdata is parts[0] and data.scale is parts[1]
 
 
@@ -123,8 +135,15 @@ def why_not(data: Any) -> str:
 # -- bitsandbytes: NF4 and FP4
 
 
-def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> Taken:
-    state = data.quant_state
+def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
+    """(the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went through
+    bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
+    if isinstance(data, ParametrizationList) and len(data) == 1 and hasattr(data[0], "quant_state"):
+        return data.original, data[0].quant_state
+    return (data, data.quant_state) if type(data).__name__ == "Params4bit" else None
+
+
+def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Taken:
     if state is None:
         raise ValueError("Frozen: the Params4bit is not quantised yet; move its module to its device first")
     if getattr(state, "packing_format_for_cpu", False):
@@ -138,12 +157,15 @@ def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> Taken:
             f"{state.dtype}"
         )
     shape = tuple(state.shape)
-    if len(shape) != 2 or -(-math.prod(shape) // 2) != data.numel() * data.element_size():
+    bytes_, whole_rows = packed.numel() * packed.element_size(), len(shape) < 3 or shape[2] % state.blocksize == 0
+    # bitsandbytes 0.50's CPU kernel gives rows that are no whole blocks the scales of others
+    if len(shape) not in (2, 3) or not whole_rows or -(-math.prod(shape) // 2) != bytes_:
         raise ShapeError(
-            f"Frozen: the Params4bit has {data.numel() * data.element_size()} bytes for a weight of shape {shape}; it must be "
-            f"[out_features, in_features] with two values in each byte"
+            f"Frozen: the Params4bit has {bytes_} bytes for a weight of shape {shape}; it must "
+            f"be [out_features, in_features], or of experts [E, out_features, in_features] with rows of whole blocks of "
+            f"{state.blocksize} values, with two values in each byte"
         )
-    parts, numbers = [data.data.as_subclass(Tensor), state.absmax], [state.blocksize]
+    parts, numbers = [packed.data.as_subclass(Tensor), state.absmax], [state.blocksize]
     if state.nested:
         parts += [state.offset, state.state2.absmax, state.state2.code]
         numbers += [state.state2.blocksize]
@@ -159,6 +181,17 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
     state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
     made = dtype if dtype in FLOATS else torch.float32
     return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
+
+
+def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
+    """Dequantises its scales, which begin anywhere in a block of them, as bitsandbytes' dequantize_blockwise does."""
+    packed, absmax, *nested = parts
+    packed, absmax = (part.view(layout.shape[0], -1)[expert] for part in (packed.view(torch.uint8), absmax))
+    if nested:
+        (offset, absmax2, code), blocks = nested, len(absmax)
+        block = torch.arange(blocks * expert, blocks * (expert + 1), device=absmax.device) // layout.numbers[1]
+        absmax = code[absmax.int()] * absmax2[block] + offset
+    return layout._replace(shape=layout.shape[1:], numbers=layout.numbers[:1]), (packed[:, None], absmax)
 
 
 # -- torchao: int8, int1 to int8, float8
@@ -193,11 +226,12 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 
     def of(parts: Sequence[Tensor]) -> Tensor:
         if layout.kind == "int8":
-            return quantization.Int8Tensor(*parts[:2], block, own, *parts[2:]).dequantize()
-        if layout.kind == "float8":
-            return quantization.Float8Tensor(*parts, block_size=block, dtype=own).dequantize()
-        kind = quantization.IntxUnpackedToInt8Tensor
-        return kind(*parts, getattr(torch, target), tuple(block), own, None).dequantize()
+            made = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
+        elif layout.kind == "float8":
+            made = quantization.Float8Tensor(*parts, block_size=block, dtype=own)
+        else:
+            made = quantization.IntxUnpackedToInt8Tensor(*parts, getattr(torch, target), tuple(block), own, None)
+        return made.dequantize()
 
     if len(layout.shape) == 3 or block[0] != 1:
         return of(parts)
@@ -252,7 +286,7 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
 def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
     blocks, scales = parts
-    table = torch.tensor(FP4, dtype=torch.float32, device=blocks.device)
+    table = torch.tensor([sign * value for sign in (1, -1) for value in FP4], dtype=torch.float32, device=blocks.device)
 
     def rows_of(rows: slice) -> Tensor:
         own = blocks[rows]
@@ -278,10 +312,9 @@ def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tenso
 
 
 KINDS = {  # bytes as measured on a CPU, and a little more
-    "nf4": Kind(
-        _bitsandbytes, 0.25, "bitsandbytes"
-    ),  # of float32 scales; of all elements, because they are all at once
-    "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes"),
+    # of float32 scales; of all elements, because they are all at once
+    "nf4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
+    "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
     "int8": Kind(_torchao, 13, "torchao"),
     "intx": Kind(_torchao, 7, "torchao"),
     "float8": Kind(_torchao, 13, "torchao"),
@@ -298,7 +331,8 @@ class Frozen(Tensor):
 
     data: a quantised weight with its own numbers,
 
-        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k];
+        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k] or [E, n, k], or what parametrizes
+        a parameter `name` after its replace_parameter_4bit, module.parametrizations.name;
         torchao's Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor, weight-only, [n, k] or [E, n, k];
 
     or raw tensors of a `kind`,
@@ -339,18 +373,14 @@ class Frozen(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
-        layout, parts, views = self.layout_, self.parts, self.layout_.views
+        layout, parts = self.layout_, self.parts
         dtype = dtype or layout.dtype
-        if views and len(layout.shape) == 3 and views[0][0] == "select.int" and views[0][1][0] == 0:  # of one expert
-            expert = views[0][1][1]
-            parts = tuple(part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts)
-            layout, views = layout._replace(shape=layout.shape[1:]), views[1:]
         if parts[0].is_meta:
             whole = parts[0].new_empty(layout.shape, dtype=dtype)
         else:
             with torch.no_grad():
                 whole = dequantized(parts, layout, dtype)
-        return viewed(whole.to(dtype), views)
+        return viewed(whole.to(dtype), layout.views)
 
     def whole(self) -> tuple[Frozen, tuple]:
         """(the whole weight, the views of it that this one is)."""
@@ -397,6 +427,9 @@ class Frozen(Tensor):
             layout, parts = first.layout_, first.parts
             if function in SAME:
                 return _made(layout, parts)
+            dim, expert = args[1:] if function is aten.select.int else (None, 0)
+            if dim == 0 and len(layout.shape) == 3 and {view[:2] for view in layout.views} <= SWAPS:
+                return _made(*KINDS[layout.kind].expert(parts, layout, expert % layout.shape[0]))
             if function in VIEWS and not kwargs:  # of what is dequantised
                 name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
                 results = function(_like(layout), *args[1:])
@@ -407,12 +440,23 @@ class Frozen(Tensor):
                 dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
                 parts = parts if device is None else tuple(part.to(device) for part in parts)
                 return _made(layout._replace(dtype=dtype), parts)
-        changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
-        if any(type(given.get(a.name)) is Frozen for a in changed):
+        if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor:
+            return _grouped_mm(*args)
+        given = zip(function._schema.arguments, args, strict=False)
+        changed = [one for a, one in given if a.alias_info is not None and a.alias_info.is_write]
+        if Frozen in map(type, (*changed, *(kwargs.values() if function._schema.is_mutable else ()))):
             raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
         args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
+    """torch's, with one expert after the other dequantised."""
+    y = x.new_zeros(len(x), weight.shape[2])
+    for expert, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+        if start < stop:
+            y[start:stop] = x[start:stop] @ weight[expert]
+    return y
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
@@ -424,6 +468,7 @@ def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
     return tensor
 
 
+@placeholders()
 def _like(layout: Layout) -> Tensor:
     return viewed(torch.empty(layout.shape, dtype=layout.dtype, device="meta"), layout.views)
 

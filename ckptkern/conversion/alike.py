@@ -81,7 +81,9 @@ def attributes_of(module: nn.Module) -> list[Any]:
             name: value
             for name, value in vars(m).items()
             if type(value) in PLAIN_VALUES
-            or not (name in OF_EVERY_MODULE or isinstance(value, Tensor) or name.startswith(FULLY_SHARD))
+            or not (
+                name in (*OF_EVERY_MODULE, "quant_state") or isinstance(value, Tensor) or name.startswith(FULLY_SHARD)
+            )
         }
         for m in module.modules()
     ]

@@ -35,7 +35,8 @@ class Parameter:
 
     def __call__(self, call: Inputs) -> Tensor:
         value, (_, form, part, count) = self.parameters[self.name], self.taken
-        if type(value) not in PLAIN and not isinstance(value, Frozen) and self.hold():
+        is_plain = type(value) in PLAIN and value.is_floating_point()
+        if not (is_plain or isinstance(value, Frozen)) and self.hold():
             value = self.frozen
         if form == "a":
             return value.unflatten(0, (count, -1))
@@ -51,6 +52,7 @@ class Parameter:
     def hold(self) -> bool:
         """Makes what stands for a quantised parameter, unless it is held, of these very tensors and in its module's dtype."""
         value, held, dtype = self.parameters[self.name], self.frozen, compute_dtype(self.owner)
+        value = self.owner if type(value) in PLAIN else value  # bitsandbytes' parametrization of it
         if held is None or not is_made_of(value, held.parts) or held.dtype != (dtype or held.dtype):
             self.frozen = Frozen(value, dtype=dtype)
         return True

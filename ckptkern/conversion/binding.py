@@ -46,6 +46,7 @@ from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch, reads_of
+from .quantized import read_packed
 from .reading import Argument, Probability, Reading
 from .report import AGAIN, RAN, Row, warn_of, warn_once
 from .sharding import set_class
@@ -110,14 +111,15 @@ class Unread(Tensor):
         return function(*args, **kwargs)
 
 
-def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **kwargs: Any) -> Any:
-    """held: each dict of hooks, and what was in it."""
+def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """held: each dict of hooks, and what was in it. What bitsandbytes parametrizes has hooks, and is read in its 4 bits."""
     changed = [(own, was, dict(own)) for own, was in held if own != was]
     try:
         for own, was, _ in changed:
             own.clear()
             own.update(was)
-        return type(module).forward(module, *args, **kwargs)
+        with read_packed(module):
+            return run(*args, **kwargs)
     finally:
         for own, _, now in changed:
             own.clear()
@@ -315,7 +317,7 @@ class Forward:
         run = self.recomputed(args, kwargs)
         hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
         if any(hooks):  # it recomputes with those that are now inside
-            run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks])
+            run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
         return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
     def traced(self, *args, **kwargs):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..frozen import Frozen
 from .protection import seeded
-from .quantized import is_quantised, multiplies_dequantised, setting
+from .quantized import is_quantised, multiplies_dequantised, packed_in, setting
 from .trace import Unreadable
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
@@ -64,9 +64,7 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 
     def random_like(parameter: Tensor) -> Tensor:
         """Of a size at which scores and activations are of order 1, so that a wrong scale shows."""
-        if is_quantised(parameter):
-            frozen = Frozen(parameter)
-            parameter = torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
+        parameter = Frozen(parameter) if is_quantised(parameter) else stood_for.get(id(parameter), parameter)
         values = parameter.detach()
         if parameter.is_floating_point():
             dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -74,9 +72,15 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
             values = values * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * values
         return nn.Parameter(values, values.is_floating_point())
 
+    packed = packed_in(module)
+    stood_for = {id(one.original): Frozen(one) for one in packed}
     # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
-    with replacing(module, random_like, wide), setting(dequantised, "__class__", nn.Linear):
+    with (
+        replacing(module, random_like, wide),
+        setting(dequantised, "__class__", nn.Linear),
+        setting([one[0] for one in packed], "__class__", nn.Identity),
+    ):
         yield
 
 

@@ -36,7 +36,7 @@ from .fuse import Checked, calls_of, fuse, runs_of
 from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
-from .quantized import not_repacked, why_unreadable
+from .quantized import not_repacked, removing_adapters, why_unreadable
 from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
@@ -99,8 +99,8 @@ def captured(model: nn.Module, call: Call) -> Probe:
 
 def count_hooks(module: nn.Module) -> int:
     """Of its hooks and parametrizations."""
-    parametrized = module._modules.get("parametrizations") or ()
-    return len(module._forward_hooks) + len(module._forward_pre_hooks) + len(parametrized)
+    parametrized = getattr(module, "parametrizations", {}).values()
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + sum(map(len, parametrized))
 
 
 # -- the model
@@ -433,7 +433,7 @@ def convert(
     check_names(model, include, exclude)
     revert(model)
     there = [p for p in model.parameters() if p.grad is not None]
-    with no_trace(model, call):
+    with no_trace(model, call), removing_adapters():
         try:
             before, peak_before = step_of_all(model, call, there)
             probe = captured(model, call) if any(call) else ({}, set(), None)

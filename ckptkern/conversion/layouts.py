@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..frozen import packed_4bit
+
 
 def base_of(module: nn.Module) -> tuple[str, nn.Module]:
     """(path, module) of what is inside of wrappers that adapt its parameters, each one, as peft's target_parameters does."""
@@ -18,11 +20,21 @@ def base_of(module: nn.Module) -> tuple[str, nn.Module]:
     return "".join(path), module
 
 
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of what is inside of wrappers, by path; of those that bitsandbytes has parametrized, the
+    weights'."""
+    path, base = base_of(module)
+    found = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
+    for name, one in getattr(base, "parametrizations", {}).items():
+        if (packed := packed_4bit(one)) is not None:
+            found[f"{path}parametrizations.{name}.original"] = packed[1].shape
+    return found
+
+
 def experts_layout(module: nn.Module) -> dict[str, str]:
     """Paths of moe_mlp's parameters, by the shapes of the experts' own, [E, 2 h, d] and [E, d, h], maybe with biases and in
     wrappers; {} for other modules."""
-    path, base = base_of(module)
-    own = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
+    own = shapes_of(module)
     for (up, a), (down, b) in itertools.permutations(own.items(), 2):
         if len(a) == len(b) == 3 and a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1] > 0:
             found = {"gate_up_weight": up, "down_weight": down}
@@ -65,7 +77,7 @@ def parts_of(module: nn.Module) -> Parts | None:
     if len(experts) != 1:
         return None
     inner = children[experts[0]]
-    E, _, d = inner.get_parameter(experts_layout(inner)["gate_up_weight"]).shape
+    E, _, d = shapes_of(inner)[experts_layout(inner)["gate_up_weight"]]
     shared = [name for name, m in children.items() if m is not inner and sum(p.dim() == 2 for p in m.parameters()) > 1]
     taken = tuple(f"{name}." for name in (experts[0], *shared))
     kinds = {(E, d): "router_weight", (E,): "router_bias", (1, d): "shared_expert_gate"}

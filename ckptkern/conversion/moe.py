@@ -32,6 +32,7 @@ from ..ops.moe import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
+from .quantized import frozen_of, read_packed
 from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
 from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
@@ -59,13 +60,13 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
     """moe_mlp's parameters among the module's own, and as `lora` the low-rank updates that wrappers of experts (`base_of`) add
     to their weights in a call. Raises Unreadable for what it does not take."""
-    (prefix, base), layout, found = base_of(module), experts_layout(module), {}
-    layers = {layout[f"{layer}_weight"]: layer for layer in LAYERS}
+    (_, base), layout, found = base_of(module), experts_layout(module), {}
+    layers = {layout[f"{layer}_weight"].removesuffix(".original").rpartition(".")[2]: layer for layer in LAYERS}
     path, wrapper = "", module
     while wrapper is not base:
         adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
-            layer = layers.get(prefix + wrapper.parameter_name)
+            layer = layers.get(wrapper.parameter_name)
             if layer is None or layer in found or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
             a, b = (
@@ -326,12 +327,13 @@ def register_experts(name: str = "ckptkern", recompute: str = "full", workspace:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        with read_packed(module):
+            weights = map(frozen_of, (module.gate_up_proj, module.down_proj))
         return ops.moe_mlp(
             hidden_states,
             top_k_index,
             top_k_weights,
-            module.gate_up_proj,
-            module.down_proj,
+            *weights,
             _activation(module),
             gate_up_bias=getattr(module, "gate_up_proj_bias", None),
             down_bias=getattr(module, "down_proj_bias", None),

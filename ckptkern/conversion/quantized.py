@@ -8,12 +8,14 @@ its input, is not fused: its forward is compared with the dequantised weight's.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..frozen import Frozen, why_not
 from ..subclasses import own_dispatch
@@ -28,6 +30,11 @@ LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a
 def is_quantised(parameter: object) -> bool:
     """Is it a quantised weight of a library that Frozen knows?"""
     return type(parameter).__module__.partition(".")[0] in LIBRARIES
+
+
+def frozen_of(weight: Tensor) -> Tensor:
+    """What stands for a weight in an op: a Frozen if it is quantised and not trained, and Frozen takes it."""
+    return weight if not is_quantised(weight) or weight.requires_grad or why_not(weight) else Frozen(weight)
 
 
 def why_unreadable(module: nn.Module) -> str:
@@ -77,9 +84,9 @@ def multiplies_dequantised(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def setting(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    """These have another value of an attribute for a while."""
-    before = [(m, getattr(m, name)) for m in modules]
+def setting(modules: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Those that have an attribute have another value of it for a while."""
+    before = [(m, getattr(m, name)) for m in modules if hasattr(m, name)]
     for m, _ in before:
         setattr(m, name, value)
     try:
@@ -93,6 +100,30 @@ def not_repacked(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keeps bitsandbytes from packing weights anew for inference, which it does in place, in a call without gradients, on a CPU
     with AVX512-BF16: training cannot read them then."""
     return setting([m for m in model.modules() if m.__dict__.get(REPACKS)], REPACKS, False)
+
+
+class _Packed(ParametrizationList):
+    """Gives the weight that bitsandbytes has quantised as a Frozen, which is dequantised where it is read."""
+
+    def forward(self) -> Tensor:
+        return super().forward() if why_not(self) else Frozen(self)
+
+
+def packed_in(module: nn.Module) -> list[ParametrizationList]:
+    """What stands for the parameters inside that bitsandbytes has quantised in 4 bits, if Frozen takes them."""
+    return [m for m in module.modules() if isinstance(m, ParametrizationList) and not why_not(m)]
+
+
+def read_packed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, a forward dequantises of experts that bitsandbytes has parametrized one after the other, and saves none."""
+    return setting(packed_in(module), "__class__", _Packed)
+
+
+def removing_adapters() -> contextlib.AbstractContextManager[None]:
+    """Inside, peft removes its adapter of experts after each call, also where bitsandbytes parametrizes them, too: peft 0.21.2
+    does not know again the kind that it prefers. The other forms what it adds to a weight, also in the step before convert."""
+    layer: Any = sys.modules.get("peft.tuners.lora.layer")
+    return setting([layer], "_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(scale * b @ a))
 
 
 def why_different(module: nn.Module) -> str:

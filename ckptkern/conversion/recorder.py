@@ -24,11 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import memory
+from ..frozen import Frozen
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .calls import keywords_of, parameters_of
 from .protection import gradients_unmoved, seeded, unmoved
+from .quantized import packed_in
 from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
@@ -230,7 +232,12 @@ def parts_of(values: Any) -> list[Tensor]:
 
 def owned_by(model: nn.Module) -> Names:
     """Returns the storages of parameters and buffers."""
-    return dict.fromkeys(memory.storages_of([*model.parameters(), *model.buffers()]))
+    return dict.fromkeys(memory.storages_of(owned_tensors(model)))
+
+
+def owned_tensors(model: nn.Module) -> list[Tensor]:
+    """Returns its parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
+    return [*model.parameters(), *model.buffers(), *map(Frozen, packed_in(model))]
 
 
 def as_input(tensor: Tensor) -> Tensor:
@@ -409,7 +416,7 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
     args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
         module.train()
-        with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
+        with memory.saved_tensors([*owned_tensors(module), *shared]) as saved:
             run(*args, **kwargs)
     return saved.bytes
 

@@ -18,6 +18,7 @@ from ..subclasses import own_dispatch
 from .layer import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
+CACHING = "bitsandbytes.nn.parametrize"  # has hooks that bound how long a weight stands that is dequantised
 CAPTURING = "transformers.utils.output_capturing"  # has hooks that collect what a call asks for, such as hidden states
 
 
@@ -51,23 +52,24 @@ def collects_first(hooks: dict[int, Callable]) -> bool:
 
 
 def dormant(hooks: dict[int, Callable]) -> bool:
-    """Do none of these do anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
+    """Do none of these change anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
     collect what a call asks for."""
     collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
-    wanted = collector.get() if collector is not None else None
     for hook in hooks.values():
-        if collector is None or getattr(hook, "__module__", None) != CAPTURING:
+        owner = getattr(hook, "__module__", None)
+        if owner not in (CACHING, CAPTURING):
             return False
-        if wanted and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) in wanted:
+        wanted = collector.get() if owner == CAPTURING and collector is not None else None
+        if wanted and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted))) in wanted:
             return False
     return True
 
 
 def hooked(module: torch.nn.Module) -> bool:
     """Does calling the module run hooks that do anything?"""
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return bool(module._forward_hooks) and not dormant(module._forward_hooks)
+    return not (dormant(module._forward_pre_hooks) and dormant(module._forward_hooks))
 
 
 def untouched(module: torch.nn.Module) -> bool:

@@ -373,6 +373,20 @@ FROZEN = [
         "own >> 4, own & 15",
         ("tests/frozen/test_kinds.py",),
     ),
+    Fault(
+        "frozen: an expert of 4 bits has the scales of the first one",
+        "ckptkern/frozen.py",
+        "torch.arange(«blocks * expert, blocks * (expert + 1)», device",
+        "blocks",
+        ("tests/frozen/test_kinds.py -k parametrized",),
+    ),
+    Fault(
+        "frozen: grouped_mm dequantises all experts",
+        "ckptkern/frozen.py",
+        "if «function is aten._grouped_mm.default and» len(args) == 3",
+        "False and",
+        ("tests/frozen/test_kinds.py -k grouped",),
+    ),
 ]
 
 IN_PYTHON = "CKPTKERN_EXTENSION=python "

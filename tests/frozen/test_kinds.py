@@ -66,6 +66,47 @@ def test_a_librarys_own_function_dequantises(name, monkeypatch):
     assert torch.equal(Frozen(data, dtype=torch.float64).dequantize().to(wanted.dtype), wanted)
 
 
+def parametrized(shape, **options):
+    """(a module with a weight w of experts that bitsandbytes has parametrized, a Frozen of it)."""
+    bits = pytest.importorskip("bitsandbytes.nn.parametrize")
+    module = nn.Module()
+    module.w = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16())
+    bits.replace_parameter_4bit(module, "w", **options)
+    return module, Frozen(module.parametrizations.w)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_experts_that_bitsandbytes_has_parametrized(kind, nested):
+    """Each alone, in whose scales a block of scales begins anywhere."""
+    module, frozen = parametrized((5, 96, 192), quant_type=kind, compress_statistics=nested)
+    whole = module.w
+    assert (frozen.kind, frozen.shape, frozen.dtype) == (kind, whole.shape, whole.dtype)
+    assert torch.equal(frozen.dequantize(), whole)
+    for expert in (0, 1, 3, -1, torch.tensor(2)):
+        assert torch.equal(frozen[expert].dequantize(), whole[expert])
+        assert torch.equal(frozen.mT[expert].dequantize(), whole.mT[expert])
+    with peak_memory("cpu") as peak:
+        frozen[1].dequantize()
+    assert peak.bytes < 1.25 * whole[1].nbytes
+
+
+def test_grouped_mm_dequantises_one_expert_at_a_time():
+    module, frozen = parametrized((8, 64, 128))
+    x, offs = torch.randn(40, 128, dtype=torch.bfloat16), torch.tensor([5, 5, 9, 20, 21, 33, 34, 40], dtype=torch.int32)
+    found = []
+    for weight in (frozen, module.w):
+        rows = x.clone().requires_grad_()
+        with peak_memory("cpu") as peak:
+            y = torch._grouped_mm(rows, weight.mT, offs)
+            y.backward(torch.ones_like(y))
+        found.append((y, rows.grad, peak.bytes))
+    (ours, theirs), (grad, wanted), (peak, _) = zip(*found, strict=True)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(grad, wanted)
+    assert peak < 3 * module.w[0].nbytes + 4 * x.nbytes
+
+
 def formula(kind, data, scales):
     """float64, an element at a time as far as scales go."""
     if kind == "block_fp8":
@@ -120,6 +161,7 @@ def changed(**state):
 
 
 REFUSED = {
+    r"of experts \[E, .* with rows of whole blocks of 64 values": lambda: parametrized((3, 64, 96)),
     r"data must be .* not torch\.Tensor": lambda: Frozen(torch.randn(3, 4)),
     r"scales are given without a kind; pass kind='block_fp8' or": lambda: Frozen(*block_fp8()),
     r"kind must be 'block_fp8' or 'mxfp4', not 'nf4'": lambda: Frozen(*block_fp8(), kind="nf4"),
