@@ -400,7 +400,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = TORCH_VERSION;
   py::class_<ckptkern::GradientSums>(m, "GradientSums")
       .def(py::init<>())
-      .def("redirect", &ckptkern::GradientSums::redirect, py::arg("output"), py::arg("chunk"));
+      .def("redirect", &ckptkern::GradientSums::redirect, py::arg("output"));
   if (PyModule_AddFunctions(m.ptr(), functions) != 0 || !add_types(m.ptr())) {
     throw py::error_already_set();
   }

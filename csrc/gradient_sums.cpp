@@ -55,13 +55,12 @@ Edge GradientSums::sum_of(const Edge& edge) {
   return {sum, 0};
 }
 
-void GradientSums::redirect(const at::Tensor& output, const at::Tensor& chunk) {
+void GradientSums::redirect(const at::Tensor& output) {
   const uint64_t since = std::exchange(since_, at::sequence_number::peek());
   const auto& root = output.grad_fn();
   if (!root) {
     return;
   }
-  const Node* own = chunk.requires_grad() ? torch::autograd::impl::gradient_edge(chunk).function.get() : nullptr;
   const auto outside = [&](const Node* node) { return node->sequence_nr() < since || node->sequence_nr() == kFirst; };
   if (outside(root.get())) {
     return;
@@ -73,7 +72,7 @@ void GradientSums::redirect(const at::Tensor& output, const at::Tensor& chunk) {
     pending.pop_back();
     for (Edge& edge : node->next_edges()) {
       Node* next = edge.function.get();
-      if (next == nullptr || next == own) {
+      if (next == nullptr) {
         continue;
       }
       if (outside(next)) {

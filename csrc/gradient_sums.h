@@ -19,8 +19,8 @@ class GradientSums {
   // What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it.
   GradientSums();
 
-  // output: of a chunk. chunk: its input, whose gradient no other chunk adds to.
-  void redirect(const at::Tensor& output, const at::Tensor& chunk);
+  // output: of a chunk.
+  void redirect(const at::Tensor& output);
 
  private:
   using NodePtr = decltype(torch::autograd::Edge::function); // an intrusive_ptr since torch 2.13, a shared_ptr before

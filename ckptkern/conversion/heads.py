@@ -26,7 +26,7 @@ from .. import ops
 from ..extras import missing
 from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
-from ..ops.dispatch.choices import parse_bytes
+from ..ops.dispatch.choices import choose_workspace, parse_bytes
 from ..ops.sublayer.lora import LoRA
 from ..segments.checkpoint import Patch
 from ..segments.tiled import check_token_wise, run_in_chunks
@@ -263,7 +263,9 @@ class Norm(Forward):
         if why:
             return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
         self.count("fused")
-        return run_in_chunks(self.module, self.original, args[0], self.workspace)
+        x = args[0]
+        workspace = choose_workspace("tiled", self.workspace, x)
+        return run_in_chunks(self.module, self.original, x, x.dim() - 2, None, workspace)
 
 
 def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:

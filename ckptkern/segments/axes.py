@@ -6,14 +6,18 @@ needed whole; None if entries of the result depend on other entries of an input,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
+
+
+def even(n: int, most: int) -> int:
+    """Returns the length of slices of n entries, the fewest that have at most so many, and as even as they may be."""
+    return max(1, -(-n // max(1, -(-n // max(1, most)))))
 
 
 class Axis(NamedTuple):
@@ -26,17 +30,23 @@ class Axis(NamedTuple):
     def at(self, dim: int) -> Axis:
         return self._replace(dim=dim)
 
-    def view(self, tensor: Tensor, first: int, count: int) -> Tensor:
-        """Returns the entries [first, first + count) as a view [..., outer, count, inner, ...]."""
-        return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).narrow(self.dim + 1, first, count)
-
-    def part(self, tensor: Tensor, first: int, count: int) -> Tensor:
+    def slice(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        """Returns the entries [first, first + count) as a view, [..., count * inner, ...] if outer is 1, else
+        [..., outer, count, inner, ...]."""
         if self.outer == 1:
             return tensor.narrow(self.dim, first * self.inner, count * self.inner)
-        return self.view(tensor, first, count).flatten(self.dim, self.dim + 2)
+        return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).narrow(self.dim + 1, first, count)
+
+    def flat(self, part: Tensor) -> Tensor:
+        """Returns a slice as [..., outer * count * inner, ...]."""
+        return part if self.outer == 1 else part.flatten(self.dim, self.dim + 2)
+
+    def part(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        return self.flat(self.slice(tensor, first, count))
 
     def write(self, tensor: Tensor, first: int, count: int, part: Tensor) -> None:
-        self.view(tensor, first, count).copy_(part.unflatten(self.dim, (self.outer, count, self.inner)))
+        place = self.slice(tensor, first, count)
+        place.copy_(part.reshape(place.shape))
 
 
 class Cut(NamedTuple):
@@ -45,6 +55,19 @@ class Cut(NamedTuple):
 
     inputs: list[tuple[fx.Node, Axis | None]]
     sizes: tuple[tuple[int, int | None, int], ...] = ()
+
+
+def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple[Any, ...]:
+    """Returns the arguments of an operator in a slice of `count` entries. sizes: of its cut."""
+    if not sizes:
+        return node.args
+    args = list(node.args)
+    for place, index, size in sizes:
+        if index is None:
+            args[place] = count * size
+        else:
+            args[place] = [count * size if i == index else one for i, one in enumerate(args[place])]
+    return tuple(args)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -56,12 +79,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(node.all_input_nodes))
 
 
-VIEWS = frozenset(
-    (
-        *("view", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "alias", "detach"),
-        *("select", "slice", "split", "split_with_sizes", "unbind", "getitem"),
-    )
-)
+ALONG_DIM = ("select", "slice", "split", "split_with_sizes", "squeeze", "unbind")  # views along an argument `dim`
 GEMMS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
@@ -84,7 +102,7 @@ def followed(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     if rule is None:
         if torch.Tag.pointwise not in getattr(target, "tags", ()):
             return None
-        rule = _pointwise
+        rule = _broadcast
     cut = rule(node, axis, n)
     # an operator that reads one tensor along two axes, as mm(x, x) does, would get the same slice for both
     return cut if cut and len(dict(cut.inputs)) == len(set(cut.inputs)) else None
@@ -97,46 +115,82 @@ def _aligned(node: fx.Node, of: fx.Node, axis: Axis) -> tuple[fx.Node, Axis | No
     return of, axis.at(dim) if dim >= 0 and shape[dim] == result[axis.dim] else None
 
 
-def _pointwise(node: fx.Node, axis: Axis, n: int) -> Cut:
-    return Cut([_aligned(node, one, axis) for one in tensors_of(node)])
-
-
-def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    if node.target is aten.view.dtype:
-        return None
-    source, result = node.args[0], shape_of(node)
-    shape, before, skipped = shape_of(source), math.prod(result[: axis.dim]) * axis.outer, 1
-    for dim, size in enumerate(shape):
-        outer, rest = divmod(before, skipped)
-        inner, other = divmod(size, max(outer, 1) * n)
-        if not rest and not other and outer and inner:
-            after = math.prod(shape[dim + 1 :]) * inner
-            if outer * n * inner == size and after == math.prod(result[axis.dim + 1 :]) * axis.inner:
-                return Cut([(source, Axis(dim, outer, inner))], ((1, axis.dim, axis.outer * axis.inner),))
-        skipped *= size
+def argument(node: fx.Node, *names: str) -> Any:
+    """Returns an operator's argument of one of these names, or its default; None if there is none."""
+    for i, one in enumerate(node.target._schema.arguments):
+        if one.name in names:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)
     return None
 
 
-def _dim(node: fx.Node, place: int, of: fx.Node | None = None, default: int = 0) -> int:
-    """The argument `dim`, counted from the front of a tensor."""
-    value = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
-    return value % len(shape_of(of or node.args[0]))
+def _dims(node: fx.Node, count: int) -> set[int]:
+    """The dimensions, of `count`, that an operator's argument `dim` names; all, if there is none."""
+    value = argument(node, "dim", "dims")
+    dims = range(count) if value is None else value if isinstance(value, (list, tuple)) else [value]
+    return {one % count for one in dims}
 
 
-def _permute(node: fx.Node, axis: Axis, n: int) -> Cut:
-    source = node.args[0]
-    order = list(range(len(shape_of(source))))
-    if name_of(node) == "permute":
-        order = [one % len(order) for one in node.args[1]]
-    else:
-        a, b = (_dim(node, 1), _dim(node, 2)) if name_of(node) == "transpose" else (0, len(order) - 1)
-        order[a], order[b] = order[b], order[a]
-    return Cut([(source, axis.at(order[axis.dim]))])
+def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """Operators whose inputs are broadcast to the result's shape."""
+    size, inputs = shape_of(node)[axis.dim], tensors_of(node)
+    if any(len(shape_of(one)) == len(shape_of(node)) and shape_of(one)[axis.dim] not in (1, size) for one in inputs):
+        return None  # gather may leave out the end of its input
+    return Cut([_aligned(node, one, axis) for one in inputs])
 
 
-def _expand(node: fx.Node, axis: Axis, n: int) -> Cut:
-    sizes = () if node.args[1][axis.dim] == -1 else ((1, axis.dim, axis.outer * axis.inner),)
-    return Cut([_aligned(node, node.args[0], axis)], sizes)
+def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """Operators that mix entries along their argument `dim`."""
+    return None if axis.dim in _dims(node, len(shape_of(node))) else _broadcast(node, axis, n)
+
+
+def _of_matrices(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """Operators of the last two dimensions."""
+    return _broadcast(node, axis, n) if axis.dim < len(shape_of(node)) - 2 else None
+
+
+def _norm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    return _broadcast(node, axis, n) if axis.dim < len(shape_of(node)) - len(node.args[1]) else None
+
+
+def _pad(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    pad, back = node.args[1], len(shape_of(node)) - 1 - axis.dim
+    return None if any(pad[2 * back : 2 * back + 2]) else _broadcast(node, axis, n)
+
+
+def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """Views: by the strides of the result in a contiguous source."""
+    if node.target is aten.view.dtype:
+        return None
+    source, name = node.args[0], name_of(node)
+    shape, (strides, offset, of_source) = shape_of(source), _layout(node)
+    sizes = ((1, axis.dim, axis.outer * axis.inner),) if name in ("view", "_unsafe_view", "expand") else ()
+    if strides[axis.dim] == 0:  # expanded
+        return Cut([(source, None)], sizes)
+    step = strides[axis.dim] * axis.inner  # from one entry to the next
+    steps = [*zip(strides, shape_of(node), strict=True), (strides[axis.dim], axis.inner)]
+    del steps[axis.dim]
+    # all others stay in one entry, or go over all n entries
+    if offset % (step * n) + sum(one * (size - 1) for one, size in steps if one % (step * n)) >= step:
+        return None
+    for dim, (size, stride) in enumerate(zip(shape, of_source, strict=True)):
+        inner, rest = divmod(step, stride)
+        if inner and not rest and size % (inner * n) == 0:
+            along = name in ALONG_DIM and dim in _dims(node, len(shape))
+            # of a slice of one entry, squeeze would take the dimension away
+            if along and (size == n if name == "squeeze" else name != "slice" or size != shape_of(node)[axis.dim]):
+                return None
+            return Cut([(source, Axis(dim, size // (inner * n), inner))], sizes)
+    return None
+
+
+def _layout(node: fx.Node) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """The strides and offset of a view, of several of the first, of a contiguous tensor, and the strides of that."""
+    if "layout" not in node.meta:
+        source = torch.empty(shape_of(node.args[0]), device="meta")
+        shown = node.target(source, *node.args[1:], **node.kwargs)
+        shown = shown if isinstance(shown, Tensor) else shown[0]
+        node.meta["layout"] = shown.stride(), shown.storage_offset(), source.stride()
+    return node.meta["layout"]
 
 
 def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -149,81 +203,23 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(source, None)], ((1, axis.dim, axis.outer * axis.inner),))
 
 
-def _removed(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """select, unbind, squeeze: an input has dimensions that the result has not."""
-    source = node.args[0]
-    shape = shape_of(source)
-    dims = node.args[1] if len(node.args) > 1 else range(len(shape)) if name_of(node) == "squeeze" else 0
-    named = {one % len(shape) for one in (dims if isinstance(dims, (list, tuple, range)) else [dims])}
-    gone = {one for one in named if shape[one] == 1} if name_of(node) == "squeeze" else named
-    dim = [one for one in range(len(shape)) if one not in gone][axis.dim]
-    if dim in named and axis.outer * axis.inner == 1:
-        return None  # of a slice of one entry, squeeze would take the dimension away
-    return Cut([(source, axis.at(dim))])
-
-
-def _unsqueeze(node: fx.Node, axis: Axis, n: int) -> Cut:
-    return Cut([(node.args[0], axis.at(axis.dim - (axis.dim > _dim(node, 1, node))))])
-
-
-def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Operators that work along the dimension that is their second argument, and keep all dimensions."""
-    size, inputs = shape_of(node)[axis.dim], tensors_of(node)
-    if _dim(node, 1) == axis.dim or any(shape_of(one)[axis.dim] != size for one in inputs):
-        return None  # gather may leave out the end of its input
-    return Cut([(one, axis) for one in inputs])
-
-
-def _index_select(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    return None if _dim(node, 1) == axis.dim else Cut([(node.args[0], axis), (node.args[2], None)])
-
-
-def _slice(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    whole = shape_of(node)[axis.dim] == shape_of(node.args[0])[axis.dim]
-    return Cut([(node.args[0], axis)]) if whole or _dim(node, 1) != axis.dim else None
-
-
-def _split(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    return None if _dim(node, 2) == axis.dim else Cut([(node.args[0], axis)])
-
-
-def _cat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    stacks, dim, count = name_of(node) == "stack", _dim(node, 1, node), len(shape_of(node))
+def _stacked(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """stack and select_scatter, whose inputs, or one of them, lack the dimension `dim`."""
+    count = len(shape_of(node))
+    (dim,) = _dims(node, count)
     if dim == axis.dim:
         return None
-    of = axis.at(axis.dim - (stacks and axis.dim > dim))
-    # cat takes empty tensors of one dimension with any others
-    return Cut([(one, of if len(shape_of(one)) + stacks == count else None) for one in tensors_of(node)])
-
-
-def _pad(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    pad, back = node.args[1], len(shape_of(node)) - 1 - axis.dim
-    return None if any(pad[2 * back : 2 * back + 2]) else Cut([(node.args[0], axis)])
+    lacking = axis.at(axis.dim - (axis.dim > dim))
+    return Cut([(one, axis if len(shape_of(one)) == count else lacking) for one in tensors_of(node)])
 
 
 def _reduction(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     source = node.args[0]
     count = len(shape_of(source))
-    place = 2 if name_of(node) == "linalg_vector_norm" else 1  # its order comes first
-    dims = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
-    dims = range(count) if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
-    gone = {one % count for one in dims}
+    gone = _dims(node, count)
     if len(shape_of(node)) == count:
         return None if axis.dim in gone else Cut([(source, axis)])
     return Cut([(source, axis.at([one for one in range(count) if one not in gone][axis.dim]))])
-
-
-def _flip(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    dims = {one % len(shape_of(node)) for one in node.args[1]}
-    return None if axis.dim in dims else Cut([(node.args[0], axis)])
-
-
-def _scatter(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """select_scatter and slice_scatter: (input, src, dim, ...)."""
-    dim, selects = _dim(node, 2), name_of(node) == "select_scatter"
-    if dim == axis.dim:
-        return None
-    return Cut([(node.args[0], axis), (node.args[1], axis.at(axis.dim - (selects and axis.dim > dim)))])
 
 
 def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -247,12 +243,6 @@ def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(x, Axis(1, 1, shape_of(x)[1] // n)), *cut], ((8, None, groups // n),))
 
 
-def _norm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    x, sizes, *others = node.args
-    leads = len(shape_of(x)) - len(sizes)
-    return Cut([(x, axis), *((o, None) for o in others if isinstance(o, fx.Node))]) if axis.dim < leads else None
-
-
 def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Core attention of q, k, v [B, H, S, D] and a mask that is broadcast to [B, H, S, S]."""
     q, k, v = node.args[:3]
@@ -274,11 +264,6 @@ def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
     """zeros(size), new_zeros(input, size) and alike, whose values are one number."""
     place = int(name_of(node).startswith("new_"))
     return Cut([(one, None) for one in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
-
-
-def _of_matrices(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Operators of the last two dimensions."""
-    return _pointwise(node, axis, n) if axis.dim < len(shape_of(node)) - 2 else None
 
 
 def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -319,41 +304,30 @@ def _item(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 
 
-def _rules() -> Iterator[tuple[str, Rule]]:
-    for rule, names in {
-        _pointwise: "clone _to_copy alias detach copy lift_fresh_copy zeros_like ones_like full_like empty_like masked_fill",
-        _view: "view _unsafe_view reshape",
-        _permute: "permute transpose t",
-        _expand: "expand",
-        _repeat: "repeat",
-        _removed: "select unbind squeeze",
-        _unsqueeze: "unsqueeze",
-        _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather",
-        _index_select: "index_select",
-        _slice: "slice",
-        _split: "split split_with_sizes",
-        _cat: "cat stack",
-        _pad: "constant_pad_nd",
-        _reduction: "sum mean amax amin max min var logsumexp any prod linalg_vector_norm",
-        _flip: "flip",
-        _scatter: "select_scatter slice_scatter",
-        _gemm: "mm addmm bmm baddbmm",
-        _convolution: "convolution",
-        _norm: "native_layer_norm _fused_rms_norm",
-        _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
-        " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-        _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",
-        _of_matrices: "tril triu linalg_solve_triangular",
-        _embedding: "embedding",
-        _index: "index",
-        _part: "part",
-        _item: "getitem",
-    }.items():
-        for name in names.split():
-            yield name, rule
-
-
-RULES: dict[str, Rule] = dict(_rules())
+# operators, as torch names them; those that are in no row are broadcast, if torch tags them as pointwise
+TABLE: dict[Rule, str] = {
+    _broadcast: "clone _to_copy copy zeros_like ones_like full_like empty_like masked_fill",
+    _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter",
+    _of_matrices: "tril triu linalg_solve_triangular",
+    _norm: "native_layer_norm _fused_rms_norm",
+    _pad: "constant_pad_nd",
+    _view: "view _unsafe_view expand permute transpose t unsqueeze squeeze select slice split split_with_sizes unbind alias "
+    "detach",
+    _repeat: "repeat",
+    _stacked: "stack select_scatter",
+    _reduction: "sum mean amax amin max min var std logsumexp any prod linalg_vector_norm",
+    _gemm: "mm addmm bmm baddbmm",
+    _convolution: "convolution",
+    _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+    _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",
+    _embedding: "embedding",
+    _index: "index",
+    _part: "part",
+    _item: "getitem",
+}
+RULES = {name: rule for rule, names in TABLE.items() for name in names.split()}
+VIEWS = frozenset(("getitem", *TABLE[_view].split()))
 
 
 def axes_of(node: fx.Node) -> Iterator[tuple[Axis, int]]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +23,16 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
-from ..state import Precision
 from ..subclasses import PLAIN
-from .axes import VIEWS, Axis, name_of, tensors_of
+from .axes import VIEWS, Axis, argument, name_of, resized, shape_of, tensors_of
 from .decisions import INDICES
-from .recorded import Changed, Recording, as_before, filled, held_by, recorded, traced_calls, unchanged
-from .stages import Call, Planner, Stage, Uncut, bytes_of, may_be_trained
+from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
+from .slices import in_slices
+from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 
 aten = torch.ops.aten
 PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -59,7 +61,7 @@ Modules = dict[str, nn.Module]
 
 def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
     """Runs a call. parameters: what its module computes with, in place of its own, in their order."""
-    args, kwargs = filled(call.values, call.spec, tensors)
+    args, kwargs = filled(call.arguments, tensors)
     if call.path is None:
         made = call.run(*args, **kwargs)
     else:
@@ -67,25 +69,17 @@ def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequ
         names = [name for name, _ in module.named_parameters()] if parameters else []
         with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
             made = module.forward(*args, **kwargs)
-    return [one for one in tree_flatten(made)[0] if isinstance(one, Tensor)]
+    return taken(made)[0]
 
 
 def run(
     node: fx.Node, value: Callable[[fx.Node], Any], sizes: Iterable[tuple[int, int | None, int]] = (), count: int = 0
 ) -> Any:
     """Runs an operator. sizes: of its cut (`axes.Cut`), in a slice of `count` entries."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    if sizes:
-        args = list(args)
-        for place, index, size in sizes:
-            if index is None:
-                args[place] = count * size
-            else:
-                args[place] = [count * size if i == index else one for i, one in enumerate(args[place])]
+    args, kwargs = fx.map_arg((resized(node, sizes, count), node.kwargs), value)
     if node.target is aten.copy.default:  # which has no derivative
         return args[1].to(args[0].dtype).expand_as(args[0])
-    target = aten.reshape.default if node.target in RESHAPED else node.target
-    target = DECIDES.get(target, target)
+    target = aten.reshape.default if node.target in RESHAPED else DECIDES.get(node.target, node.target)
     if target in FOR_BACKWARD:
         args = [*args[:4], torch.is_grad_enabled(), *args[5:]]
     if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -97,206 +91,68 @@ def run(
     return target(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _as_recorded() -> Iterator[None]:
-    """Switches autocast off: the graph has its casts."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-class Slices:
-    """Runs a stage on these values of its bases, a slice at a time."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        modules: Modules,
-        bases: Sequence[Tensor] | None = None,
-        precision: Precision | None = None,
-    ):
-        """precision: in which fused calls run."""
-        self.stage, self.modules, self.precision = stage, modules, precision or contextlib.nullcontext()
-        if bases is not None:
-            self.values: dict[fx.Node, Any] = dict(zip(stage.bases, bases, strict=True))
-            for node in stage.before:
-                self.values[node] = run(node, self.values.__getitem__)
-
-    def each(self) -> Iterator[tuple[int, int]]:
-        for first in range(0, self.stage.n, self.stage.length):
-            yield first, min(self.stage.length, self.stage.n - first)
-
-    def run(self, count: int, inputs: dict[tuple[fx.Node, Axis | None], Any], inside: bool = True) -> list[Any]:
-        """Returns the stage's results of a slice. inputs: what it reads. inside: as planned by itself, if it is."""
-        stage, made = self.stage, {}
-        if inside and stage.inside is not None:
-            given, stages, ends = stage.inside
-            values = dict(zip(given, (inputs[key] for key in _reads(stage)), strict=True))
-            for inner in stages:
-                run_stage(inner, values, self.modules)
-            return [values[one] for one in ends]
-        last = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
-        results = set(stage.results)
-        for node, cut in stage.nodes.items():
-            axes = dict(cut.inputs)
-
-            def value(one: fx.Node, axes=axes) -> Any:
-                return made[one] if one in made else inputs[one, axes[one]]
-
-            if call := stage.calls.get(node):
-                tensors, parameters = ([value(one) for one in values] for values in node.args[:2])
-                with self.precision:
-                    made[node] = called(call, tensors, self.modules, parameters)
-            else:
-                made[node] = run(node, value, cut.sizes, count)
-            for one in axes:
-                if last.get(one) is node and one not in results:
-                    del made[one]
-        return [made[one] for one in stage.results]
-
-
 def _reads(stage: Stage) -> list[tuple[fx.Node, Axis | None]]:
     return [(node, axis) for node, axes in stage.inputs.items() for axis in axes]
 
 
-class _Sliced(torch.autograd.Function):
-    """Runs a stage in slices, and saves its bases."""
+def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[Any]:
+    """Returns a stage's results for `count` entries. parts: what it reads."""
+    inputs = {
+        (node, axis): part if axis is None else axis.flat(part)
+        for (node, axis), part in zip(_reads(stage), parts, strict=True)
+    }
+    made: dict[fx.Node, Any] = {}
+    if stage.inside is not None:
+        given, stages, ends = stage.inside
+        made.update(zip(given, inputs.values(), strict=True))
+        for inner in stages:
+            run_stage(inner, made, modules)
+        return [made[one] for one in ends]
 
-    @staticmethod
-    def forward(ctx, stage, modules, *bases):
-        ctx.set_materialize_grads(False)
-        ctx.stage, ctx.modules, ctx.precision = stage, modules, Precision()
-        ctx.save_for_backward(*bases)
-        with _as_recorded():
-            slices = Slices(stage, modules, bases, ctx.precision)
-            wholes = []
-            for node in stage.results:
-                like = node.meta["val"]
-                whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                wholes.append(whole if all(like.stride()) else torch.empty_like(whole))  # not one entry for all
-            for first, count in slices.each():
-                inputs = {
-                    (node, axis): slices.values[node] if axis is None else axis.part(slices.values[node], first, count)
-                    for node, axis in _reads(stage)
-                }
-                for node, whole, part in zip(stage.results, wholes, slices.run(count, inputs), strict=True):
-                    stage.axes[node].write(whole, first, count, part)
-        pairs = zip(stage.results, wholes, strict=True)
-        ctx.mark_non_differentiable(*(whole for node, whole in pairs if not may_be_trained(node)))
-        return tuple(wholes)
+    def value(one: fx.Node) -> Any:
+        return made[one] if one in made else inputs[one, axes[one]]
 
-    @staticmethod
-    def backward(ctx, *grads):
-        stage, needs = ctx.stage, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # create_graph=True: all at once
-            return None, None, *_whole_gradients(ctx, needs, grads)
-        with torch.enable_grad(), _as_recorded():
-            bases = [one.detach().requires_grad_(need) for one, need in zip(ctx.saved_tensors, needs, strict=True)]
-            slices = Slices(stage, ctx.modules, bases, ctx.precision)
-            sums = {node: Gradient(value) for node in stage.inputs if (value := slices.values[node]).requires_grad}
-            for first, count in slices.each():
-                inputs = {}
-                for node, axis in _reads(stage):
-                    one = slices.values[node].detach()
-                    one = one if axis is None else axis.part(one, first, count).detach()
-                    inputs[node, axis] = one.requires_grad_(node in sums)
-                results = slices.run(count, inputs)
-                pairs = [
-                    (one, stage.axes[node].part(grad, first, count))
-                    for node, one, grad in zip(stage.results, results, grads, strict=True)
-                    if grad is not None and one.requires_grad
-                ]
-                del results
-                wanted = [key for key in inputs if key[0] in sums]
-                found = gradients(pairs, [inputs[key] for key in wanted])
-                del pairs, inputs
-                for (node, axis), grad in zip(wanted, found, strict=True):
-                    sums[node].add(axis, first, count, grad, alone=len(stage.inputs[node]) == 1)
-                del found
-        made = {node: gradient.value() for node, gradient in sums.items()}
-        through = [node for node in made if node in set(stage.before) and made[node] is not None]
-        if through:
-            leaves = [one for one in bases if one.requires_grad]
-            found = gradients([(slices.values[one], made[one]) for one in through], leaves)
-            of_leaf = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
-        results = []
-        for node, base in zip(stage.bases, bases, strict=True):
-            parts = [one for one in (made.get(node), of_leaf.get(id(base)) if through else None) if one is not None]
-            results.append(parts[0] if len(parts) == 1 else parts[0] + parts[1] if parts else None)
-        return None, None, *results
-
-
-def gradients(
-    pairs: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create_graph: bool = False
-) -> Sequence[Tensor | None]:
-    """Returns the gradients of the inputs. pairs: results with theirs."""
-    if not (pairs and inputs):
-        return [None] * len(inputs)
-    results, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True)
-
-
-def _whole_gradients(ctx, needs: Sequence[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the gradients of the bases, with a graph."""
-    stage, bases = ctx.stage, [one.view_as(one) for one in ctx.saved_tensors]  # one may be computed of another
-    with _as_recorded():
-        slices = Slices(stage, ctx.modules, bases, ctx.precision)
-        results = slices.run(stage.n, {(node, axis): slices.values[node] for node, axis in _reads(stage)}, inside=False)
-    pairs = [(one, grad) for one, grad in zip(results, grads, strict=True) if grad is not None and one.requires_grad]
-    wanted = [one for one, need in zip(bases, needs, strict=True) if need]
-    found = iter(gradients(pairs, wanted, create_graph=True))
-    return [next(found) if need else None for need in needs]
-
-
-class Gradient:
-    """Sums the gradient of a value over slices, in float32 at least."""
-
-    def __init__(self, value: Tensor):
-        self.like, self.sum, self.is_own = value, None, False
-
-    def add(self, axis: Axis | None, first: int, count: int, grad: Tensor | None, alone: bool) -> None:
-        """Adds that of a slice. alone: are these entries read once?"""
-        wide = torch.promote_types(self.like.dtype, torch.float32)
-        if axis is not None:
-            if self.sum is None:
-                self.sum = torch.empty_like(self.like) if alone else torch.zeros_like(self.like, dtype=wide)
-            place = axis.view(self.sum, first, count)
-            if grad is None:
-                grad = torch.zeros_like(place)
-            grad = grad.reshape(place.shape)
-            place.copy_(grad) if alone else place.add_(grad)
-        elif grad is not None:
-            self.sum = (
-                grad if self.sum is None else self.sum.to(wide).add_(grad) if self.is_own else self.sum.to(wide) + grad
-            )
-            self.is_own = self.is_own or self.sum is not grad
-
-    def value(self) -> Tensor | None:
-        return None if self.sum is None else self.sum.to(self.like.dtype)
+    for node, cut in stage.nodes.items():
+        axes, call = dict(cut.inputs), stage.calls.get(node)
+        # the graph has its casts; what is fused inside is a stage of its own
+        with own_modes() if call else torch._C._DisableAutocast():
+            if call:
+                tensors, parameters = ([value(one) for one in values] for values in node.args[:2])
+                made[node] = called(call, tensors, modules, parameters)
+            else:
+                made[node] = run(node, value, cut.sizes, count)
+        for one in stage.last.get(node, ()):
+            del made[one]
+    return [made[one] for one in stage.results]
 
 
 def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
     """Computes a stage's results of the values that are there."""
-    if stage.axes:
-        results = _Sliced.apply(stage, modules, *(values[one] for one in stage.bases))
-        values.update(zip(stage.results, results, strict=True))
-        return
-    inner = dict(values)
-    with _as_recorded():
+    inner, reads = dict(values), _reads(stage)
+    with torch._C._DisableAutocast():
         for node in stage.before:
             inner[node] = run(node, inner.__getitem__)
-        if stage.call is None:
-            for node in stage.nodes:
-                values[node] = run(node, inner.__getitem__)
-            return
-    (node,) = stage.nodes
-    tensors = called(stage.call, [inner[one] for one in node.args[0]], modules)
-    values.update((one, tensors[one.args[1]]) for one in stage.results)
 
+    def new(i: int, _: Tensor) -> Tensor:
+        like = stage.results[i].meta["val"]
+        whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return whole if all(like.stride()) else torch.empty_like(whole)  # not one entry for all
 
-# -- a layer
+    compute = functools.partial(_computed, stage, modules)
+    if stage.axes:
+        results = in_slices(
+            lambda count: functools.partial(compute, count),
+            [(inner[node], axis) for node, axis in reads],
+            [stage.axes[node] for node in stage.results],
+            stage.n,
+            stage.length,
+            lambda made, _: made,
+            new,
+            preserve_rng_state=False,
+        )
+    else:
+        results = compute(1, *(inner[node] for node, _ in reads))
+    values.update(zip(stage.results, results, strict=True))
 
 
 @dataclass
@@ -304,7 +160,7 @@ class Plan:
     """Describes how a kind of call runs. print(plan) shows its stages, and by how many entries each may be cut."""
 
     stages: list[Stage]
-    places: dict[fx.Node, int]  # of tensors among the arguments
+    inputs: list[fx.Node]  # tensors among the arguments
     held: dict[fx.Node, Any]  # (path of a module, "_parameters" or "_buffers", name), or a constant
     output: fx.Node
     spec: Any = None
@@ -386,16 +242,17 @@ class Parts:
             kind, sizes = _sizes(workspace, args, kwargs)
             self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
-        values: dict[fx.Node, Any] = {node: flat[place] for node, place in plan.places.items()}
+        values: dict[fx.Node, Any] = dict(
+            zip(plan.inputs, (one for one in flat if isinstance(one, Tensor)), strict=True)
+        )
         modules = dict(module.named_modules())
         for node, held in plan.held.items():
             values[node] = held if isinstance(held, Tensor) else getattr(modules[held[0]], held[1])[held[2]]
         with torch.no_grad():
             for node, of in plan.writes:
                 node.target(values[of].data, *node.args[1:], **node.kwargs)
-        with own_modes():  # what is fused inside is a stage of its own
-            for stage in plan.stages:
-                run_stage(stage, values, modules)
+        for stage in plan.stages:
+            run_stage(stage, values, modules)
         result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
         for one, held in zip(shared, now, strict=True):
             one.update(held)
@@ -421,7 +278,8 @@ class Parts:
 
     def planned(self, key: Any, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
         try:
-            plan = planned(module, flat, spec, workspace, self.slices)
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                plan = planned(module, flat, spec, workspace, self.slices)
         except Changed as error:
             plan, self.why, self.changes = None, str(error), self.changes + 1
             if self.changes <= GROWTHS:
@@ -436,12 +294,7 @@ class Parts:
 
 def samples(node: fx.Node) -> bool:
     """Returns whether it samples random numbers. Attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for i, one in enumerate(node.target._schema.arguments):
-        if one.name == "dropout_p":
-            return (node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)) != 0
-    return True
+    return torch.Tag.nondeterministic_seeded in node.target.tags and argument(node, "dropout_p") != 0
 
 
 def becomes_functional(node: fx.Node) -> bool:
@@ -454,43 +307,57 @@ def becomes_functional(node: fx.Node) -> bool:
     return True
 
 
+def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
+    """Returns the graph of a stage's first slice, what it is given and its results."""
+    graph, given, made = fx.Graph(), {}, {}
+
+    def part(node: fx.Node, axis: Axis | None) -> Any:
+        value = node.meta["val"]
+        if axis is None:
+            return value
+        parts, size = [], shape_of(node)[axis.dim]
+        for one in value if is_list(node) else [value]:
+            if one.shape[axis.dim : axis.dim + 1] == (size,):
+                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+                one = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), one.device)
+            parts.append(one)
+        return parts if is_list(node) else parts[0]
+
+    for node, axis in _reads(stage):
+        given[node, axis] = graph.placeholder(node.name)
+        given[node, axis].meta["val"] = part(node, axis)
+    for node, cut in stage.nodes.items():
+        axes = dict(cut.inputs)
+        copied = graph.node_copy(node, lambda one, axes=axes: made[one] if one in made else given[one, axes[one]])
+        copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
+        made[node] = copied
+    ends = [made[one] for one in stage.results]
+    graph.output(ends)
+    return graph, [*given.values()], ends
+
+
 def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0) -> None:
     """Cuts the slices that do not fit into stages of their own."""
     for stage in stages:
         fits = 2 * stage.cost * stage.length <= workspace * stage.n
         if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
             continue
-        reads, slices, inputs = _reads(stage), Slices(stage, {}), []
-        with mode:
-            for node, axis in reads:
-                one = node.meta["val"]
-                one = one if isinstance(one, FakeTensor) else mode.from_tensor(one.detach())
-                inputs.append(one if axis is None else axis.part(one, 0, stage.length))
-        made = recorded(
-            lambda *values, stage=stage, slices=slices, reads=reads: slices.run(
-                stage.length, dict(zip(reads, values, strict=True))
-            ),
-            inputs,
-        )
-        planner = Planner(made.graph, [], workspace)
+        graph, given, ends = graph_of_slice(stage, mode)
+        planner = Planner(graph, [], workspace)
         with contextlib.suppress(Uncut):
             inner = planner.plan()
             plan_inside(inner, mode, workspace, depth + 1)
-            given = [node for node in made.graph.nodes if node.op == "placeholder"]
             if len(inner) > 1:
-                stage.inside = given, inner, planner.output.args[0]
+                stage.inside = given, inner, ends
 
 
 def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
     """Records a call with these values, flat, and cuts it. Raises Uncut, or whatever a forward makes of fake tensors."""
-    places = [i for i, one in enumerate(flat) if isinstance(one, Tensor)]
-    plan = Plan([], {}, {}, None)
+    inputs, (values, _) = taken(flat)
+    plan = Plan([], [], {}, None)
 
     def forward(*tensors: Tensor) -> list[Tensor]:
-        values = list(flat)
-        for place, one in zip(places, tensors, strict=True):
-            values[place] = one
-        args, kwargs = given = tree_unflatten(values, spec)
+        args, kwargs = given = filled((values, spec), tensors)
         before, kind = tree_flatten(given)
         with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():
             result = type(module).forward(module, *args, **kwargs)
@@ -503,10 +370,9 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with as_before(module), unchanged(module), traced_calls(module) as tracing:
-        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(flat[i].detach()) for i in places])
+        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(one.detach()) for one in inputs])
         held = held_by(module)
-    inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
-    plan.places = dict(zip(inputs, places, strict=True))
+    plan.inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
     for node in list(made.graph.nodes):
         if node.op == "get_attr":
             value = getattr(made, node.target)

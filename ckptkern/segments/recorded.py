@@ -19,10 +19,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from .stages import Call, Uncut
+from .stages import Call, Form, Uncut
 
 
 class _Tracing:
@@ -60,21 +59,28 @@ def traced_call(
 ) -> Any:
     """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
     may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
-    flat, spec = tree_flatten((args, kwargs))
-    if any(isinstance(one, MutableMapping) for one in flat):
+    tensors, form = taken((args, kwargs))
+    if any(isinstance(one, MutableMapping) for one in form[0]):
         raise Uncut("it hands a mapping on")
-    tensors = [one for one in flat if isinstance(one, Tensor)]
-    places = iter(range(len(tensors)))
-    values = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
     tracing = _local.tracing
-    call = Call(None if module is None else tracing.paths[module], spec, values, run=forward)
+    call = Call(None if module is None else tracing.paths[module], form, forward)
     tracing.calls.append(call)
     parameters = [] if module is None or along == "nothing" else list(module.parameters())
     made = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
-    return tree_unflatten([made[one] if type(one) is Place else one for one in call.results], call.result_spec)
+    return filled(call.result, made)
 
 
-def filled(values: list[Any], spec: Any, tensors: Sequence[Any]) -> Any:
+def taken(value: Any) -> tuple[list[Tensor], Form]:
+    """Takes the tensors out of a value."""
+    flat, spec = tree_flatten(value)
+    tensors = [one for one in flat if isinstance(one, Tensor)]
+    places = iter(range(len(tensors)))
+    return tensors, ([Place(next(places)) if isinstance(one, Tensor) else one for one in flat], spec)
+
+
+def filled(form: Form, tensors: Sequence[Any]) -> Any:
+    """Returns the value with these tensors."""
+    values, spec = form
     return tree_unflatten([tensors[one] if type(one) is Place else one for one in values], spec)
 
 
@@ -85,12 +91,9 @@ _library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str alon
 @torch.library.register_fake("ckptkern::part", lib=_library)
 def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
     call = _local.tracing.calls[place]
-    args, kwargs = filled(call.values, call.spec, tensors)
+    args, kwargs = filled(call.arguments, tensors)
     with traced_calls(None), torch._C.DisableTorchFunction():
-        flat, call.result_spec = tree_flatten(call.run(*args, **kwargs))
-    made = [one for one in flat if isinstance(one, Tensor)]
-    places = iter(range(len(made)))
-    call.results = [Place(next(places)) if isinstance(one, Tensor) else one for one in flat]
+        made, call.result = taken(call.run(*args, **kwargs))
     return [one.clone() for one in made]
 
 
@@ -178,8 +181,7 @@ class Recording(TorchFunctionMode):
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors, whose modes alone see it."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    """Records a function of fake tensors."""
+    made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     made.graph.eliminate_dead_code()
     return made

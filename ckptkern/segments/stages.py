@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, followed, name_of, shape_of, tensors_of
+from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
 FLOOR = 32  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
 ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
 SCORES = 4  # of attention, and what is computed of them: what is there at once
-TRIED, JOINED = 3, 8  # axes of a stage, and more results of it, that are tried
 SMALL = 16  # a workspace holds as many of what is computed again for each stage that reads it
+JOINED = 8  # more results of a stage that are tried
 MOST = 64  # values between stages, beyond which nothing is cut
 
 
@@ -32,17 +32,18 @@ class Uncut(Exception):
     """Says why a forward is not run in parts."""
 
 
+Form = tuple[list[Any], Any]  # of a value: its leaves, with places of tensors in a list, and how they lie in it
+
+
 @dataclass
 class Call:
-    """Describes a call that is one operator. path: of the module, None for a function, which is `run`. values: its flat
-    arguments, with places of tensors in what the operator takes. results: its flat results, with places in what it returns."""
+    """Describes a call that is one operator. path: of the module, None for a function, which is `run`. arguments, result: their
+    forms, with places of tensors in what the operator takes and returns."""
 
     path: str | None
-    spec: Any
-    values: list[Any]
-    result_spec: Any = None
-    results: list[Any] = field(default_factory=list)
-    run: Callable | None = None
+    arguments: Form
+    run: Callable
+    result: Form | None = None
 
 
 @dataclass
@@ -51,18 +52,18 @@ class Stage:
 
     nodes: in their order, with how each is cut; axes: where the entries are in their results. inputs: values from elsewhere,
     with the axes along which slices read them, None for whole. bases: what is saved, of which `before` computes the inputs.
-    results: what later stages read. call: the whole of the stage; calls: those that run for a slice.
+    results: what later stages read. calls: nodes that call a module or a function. last: what a node is the last to read.
     """
 
     n: int = 1
-    nodes: dict[fx.Node, Cut | None] = field(default_factory=dict)
+    nodes: dict[fx.Node, Cut] = field(default_factory=dict)
     axes: dict[fx.Node, Axis] = field(default_factory=dict)
     inputs: dict[fx.Node, set[Axis | None]] = field(default_factory=dict)
     before: list[fx.Node] = field(default_factory=list)
     bases: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
-    call: Call | None = None
     calls: dict[fx.Node, Call] = field(default_factory=dict)
+    last: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     length: int = 1  # entries of a slice
     # of a slice that does not fit: its inputs, stages and results
     inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
@@ -75,7 +76,7 @@ class Stage:
     def __str__(self) -> str:
         found = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
         named = [name for name in found if name in GEMMS or "attention" in name]
-        paths = [call.path or "attention" for call in (self.call, *self.calls.values()) if call is not None]
+        paths = [call.path or "attention" for call in self.calls.values()]
         shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + paths
         return ", ".join(shown or list(found)[:2]) + (f" by {self.n}" if self.axes else "")
 
@@ -118,7 +119,6 @@ class Planner:
     def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0):
         self.calls, self.workspace, self.slices = calls, workspace, slices
         self.placed: set[fx.Node] = set()  # nodes of later stages
-        self.bases: dict[fx.Node, fx.Node] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
         # parameters, and what is computed of these alone if it is no larger: the bytes of these
@@ -152,26 +152,29 @@ class Planner:
 
     def stage_before(self, needed: set[fx.Node]) -> Stage:
         last = max(needed, key=self.order.__getitem__)
-        if (call := self.call_of(last)) is not None:
-            return self.call_stage(call, needed)
         axes = () if is_list(last) else axes_of(last)
         stages = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
+        if not stages:
+            return self.whole(last, needed)
         others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
-        stages = sorted(stages, key=self.merit, reverse=True)[:TRIED]
-        best = max((functools.reduce(self.joined, others, stage) for stage in stages), key=self.merit, default=None)
-        if best is None and (call := self.call_of(last, "tokens", "heads")) is not None:
-            return self.call_stage(call, needed)
-        if best is None:
-            stage = Stage(nodes={last: None})
-            stage.inputs = {one: {None} for one in tensors_of(last)}
-            stage.results = [last]
-            return self.finished(stage, needed)
+        best = max(stages, key=lambda stage: (stage.cost, stage.n))
+        best = functools.reduce(self.joined, others, best)
         best.results = [one for one in needed if one in best.nodes]
-        return self.finished(best, needed)
+        return self.finished(best)
 
-    def merit(self, stage: Stage) -> tuple:
-        """Returns the bytes that a stage spares, less those that are handed to it, and its entries."""
-        return stage.cost - 2 * sum(size_of(one) for one in stage.inputs if not self.is_there(one)), stage.n
+    def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
+        """Returns a stage of an operator that runs as it is, or of a call with all of its results."""
+        call = self.call_of(last)
+        results = [one for one in needed if one is last or (call and self.call_of(one) is call)]
+        nodes = dict.fromkeys((call or last, *results))
+        stage = Stage(nodes={node: Cut([(one, None) for one in tensors_of(node)]) for node in nodes}, results=results)
+        stage.inputs = {one: {None} for node in nodes for one in tensors_of(node) if one not in nodes}
+        return self.finished(stage)
+
+    def call_of(self, node: fx.Node) -> fx.Node | None:
+        """Returns the call whose result it is."""
+        source = node.args[0] if name_of(node) == "getitem" else node
+        return source if name_of(source) == "part" else None
 
     def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
         """Returns whether it, with the other views that a stage reads, shows all of its source, or of what is there."""
@@ -182,20 +185,9 @@ class Planner:
 
     def base_of(self, node: fx.Node) -> fx.Node:
         """Returns what a view shows, through all views; else the node itself."""
-        if node not in self.bases:
-            self.bases[node] = self.base_of(node.args[0]) if name_of(node) in VIEWS else node
-        return self.bases[node]
-
-    def call_of(self, node: fx.Node, *along: str) -> fx.Node | None:
-        """Returns the call whose result it is, if that runs along one of these, or along nothing."""
-        source = node.args[0] if name_of(node) == "getitem" else node
-        return source if name_of(source) == "part" and source.args[3] in ("nothing", *along) else None
-
-    def call_stage(self, node: fx.Node, needed: set[fx.Node]) -> Stage:
-        stage = Stage(call=self.calls[node.args[2]], nodes={node: None})
-        stage.inputs = {one: {None} for one in node.args[0]}
-        stage.results = [one for one in needed if self.call_of(one, node.args[3]) is node]
-        return self.finished(stage, needed)
+        while name_of(node) in VIEWS:
+            node = node.args[0]
+        return node
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result, if that shares work with it."""
@@ -205,34 +197,27 @@ class Planner:
         if other in stage.inputs:
             return stage
         mask = sum(1 << self.order[one] for one in (other, *stage.results))
-        best, least = stage, None
+        wider = []
         for axis, n in axes_of(other):
             if n != stage.n:
                 continue
-            grown = self.grown({**roots, other: axis}, n)
-            if grown is None or any(self.ancestors[one] & mask for one in grown.inputs):
+            grown, alone = self.grown({**roots, other: axis}, n), self.grown({other: axis}, n)
+            if grown is None or alone is None or any(self.ancestors[one] & mask for one in grown.inputs):
                 continue
-            alone = self.grown({other: axis}, n)
-            if alone is None:
-                continue
-            shares = stage.cost + alone.cost - grown.cost
-            common = any(one in stage.nodes for one in alone.inputs) or any(
-                axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items() if one not in self.fixed
-            )
-            gain = self.merit(grown)[0] - self.merit(stage)[0] - self.merit(alone)[0]
-            if (shares > 0 or common or gain > 0) and (least is None or grown.cost > best.cost):
-                best, least = grown, shares
-        return best
+            common = any(axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items())
+            if common or grown.cost < stage.cost + alone.cost:
+                wider.append(grown)
+        return max(wider, key=lambda stage: stage.cost, default=stage)
 
     def grown(self, roots: dict[fx.Node, Axis], n: int) -> Stage | None:
         """Returns the stage of these results, cut along these axes; None if one of them cannot be."""
         stage = Stage(n=n, results=list(roots))
         wanted: dict[fx.Node, set[Axis | None]] = {node: {axis} for node, axis in roots.items()}
-        heap = [(-self.order[node], node.name, node) for node in wanted]
+        heap = [(-self.order[node], node) for node in wanted]
         heapq.heapify(heap)
         shared: set[fx.Node] = set()
         while heap:
-            node = heapq.heappop(heap)[-1]
+            node = heapq.heappop(heap)[1]
             axes = wanted.pop(node)
             cut = None
             if not self.is_there(node) and len(axes) == 1 and None not in axes:
@@ -252,7 +237,7 @@ class Planner:
             stage.nodes[node], stage.axes[node] = cut, axis
             for one, of in cut.inputs:
                 if one not in wanted:
-                    heapq.heappush(heap, (-self.order[one], one.name, one))
+                    heapq.heappush(heap, (-self.order[one], one))
                 wanted.setdefault(one, set()).add(of)
                 if node in shared:
                     shared.add(one)
@@ -273,37 +258,13 @@ class Planner:
                 if not is_list(node)
                 and (node in stage.results or not all(user in shown for user in node.users if user in stage.nodes))
             ]
-            if (
-                shown
-                and all(user in shown for user in base.users if user in stage.nodes)
-                and sum(map(size_of, ends)) < size_of(base)
-                and not any(node in stage.results for node in ends)
-            ):
+            if shown and sum(map(size_of, ends)) < size_of(base) and not any(node in stage.results for node in ends):
                 del stage.inputs[base]
                 for node in shown:
                     del stage.nodes[node]
                 stage.inputs.update((node, {stage.axes[node]}) for node in ends)
-        for node in sorted(stage.nodes, key=self.order.__getitem__):
-            read = [one for one in tensors_of(node) if not self.is_there(one)]
-            if (
-                is_list(node)
-                or name_of(node) == "getitem"
-                or node in stage.results
-                or not all(one in stage.inputs for one in read)
-            ):
-                continue
-            spared = [one for one in read if all(user is node or user not in stage.nodes for user in one.users)]
-            if size_of(node) < sum(map(size_of, spared)) and any(self.goes_on(one, stage) for one in spared):
-                del stage.nodes[node]
-                stage.inputs[node] = {stage.axes[node]}
-                for one in spared:
-                    del stage.inputs[one]
 
-    def goes_on(self, node: fx.Node, stage: Stage) -> bool:
-        """Returns whether an input of the stage can be cut like it."""
-        return all(axis is not None and followed(node, axis, stage.n) for axis in stage.inputs[node])
-
-    def finished(self, stage: Stage, needed: set[fx.Node]) -> Stage:
+    def finished(self, stage: Stage) -> Stage:
         """Orders its nodes, and finds what is computed before it of what is there."""
         stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
         before: set[fx.Node] = set()
@@ -330,15 +291,15 @@ class Planner:
         stage.before = sorted(before, key=self.order.__getitem__)
         stage.bases = sorted(bases, key=self.order.__getitem__)
         stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
+        readers = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
+        for one, node in readers.items():
+            if one not in stage.results:
+                stage.last.setdefault(node, []).append(one)
         if stage.axes:
             rows = [
                 shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
             ]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
-            length = (
-                -(-stage.n // self.slices)
-                if self.slices
-                else max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
-            )
-            stage.length = -(-stage.n // -(-stage.n // min(length, stage.n)))
+            most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
+            stage.length = -(-stage.n // self.slices) if self.slices else even(stage.n, most)
         return stage

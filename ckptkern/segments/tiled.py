@@ -1,8 +1,6 @@
 """Token-wise functions in chunks of tokens: `tiled`.
 
-Every chunk is a checkpoint of its own, so that random state, precision, hooks and errors are those of `checkpoint`. What is
-added here: the output is written chunk by chunk into one tensor, and so is the input's gradient in backward; the gradients
-of 16-bit tensors, parameters or not, are summed over the chunks in float32 (csrc/gradient_sums.h).
+Every chunk is a checkpoint of its own (`slices.in_slices`).
 """
 
 from __future__ import annotations
@@ -10,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,10 +26,11 @@ from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_dtype, choose_workspace
-from ..state import GradientSums
+from .axes import Axis, even
 from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
+from .slices import in_slices
 
 FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
 ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
@@ -100,29 +98,13 @@ def tiled(
         raise ValueError("tiled: fn is wrapped in DistributedDataParallel: wrap the model that calls tiled instead")
     bound = choose_workspace("tiled", workspace, x)
     dim %= x.dim()
-    if not torch.compiler.is_compiling() and _is_transformed():
-        return fn(x)
     if torch.compiler.is_compiling():
         return _traced(fn, x, chunks, dim, bound, preserve_rng_state)
 
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        length = _length(fn, forward, x, chunks, dim, bound)
-        if check:
-            check_token_wise(fn, forward, x, dim, length)
-        return _run(fn, forward, x, dim, length, preserve_rng_state)
+        return run_in_chunks(fn, forward, x, dim, chunks, bound, preserve_rng_state, check)
 
-    return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) else run(fn, x)
-
-
-def run_in_chunks(
-    module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, workspace: int | str | None
-) -> Tensor:
-    """`tiled` of a module's own forward, inside a call of the module, along dimension -2. It draws no random numbers."""
-    if _is_transformed():
-        return forward(x)
-    dim = x.dim() - 2
-    length = _length(module, forward, x, None, dim, choose_workspace("tiled", workspace, x))
-    return _run(module, forward, x, dim, length, preserve_rng_state=False)
+    return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) and not _is_transformed() else run(fn, x)
 
 
 def _is_transformed() -> bool:
@@ -187,12 +169,7 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
                 f"workspace: give chunks. The error was {type(error).__name__}: {error}"
             ) from error
         known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
-    chunks = _chunks(tokens, known[key], workspace)
-    return max(1, -(-tokens // chunks))
-
-
-def _chunks(tokens: int, transients: int, workspace: int) -> int:
-    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
+    return even(tokens, max(FLOOR, workspace // max(known[key], 1)))
 
 
 @contextlib.contextmanager
@@ -209,127 +186,50 @@ def _no_cast_cache() -> Iterator[None]:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-class _Output:
-    """What fn returned so far, in one tensor."""
-
-    def __init__(self, fn: Callable, tokens: int, dim: int):
-        self.fn, self.tokens, self.dim = fn, tokens, dim
-        self.whole: Tensor | None = None
-
-    def write(self, part: Any, start: int, length: int) -> None:
-        if not isinstance(part, Tensor):
-            raise TypeError(f"tiled: {_name(self.fn)} must return a tensor, but returned a {type(part).__name__}")
-        if part.dim() <= self.dim or part.shape[self.dim] != length:
-            raise ShapeError(
-                f"tiled: {_name(self.fn)} got {length} tokens and returned shape {tuple(part.shape)}, which should have "
-                f"as many in dimension {self.dim}"
-            )
-        if self.whole is None:
-            shape = (*part.shape[: self.dim], self.tokens, *part.shape[self.dim + 1 :])
-            self.whole = part.detach().new_empty(shape)
-        with torch.no_grad():
-            self.whole.narrow(self.dim, start, length).copy_(part)
+def _returned(fn: Callable, dim: int, result: Any, length: int) -> tuple[Tensor]:
+    """What fn returned for so many tokens."""
+    if not isinstance(result, Tensor):
+        raise TypeError(f"tiled: {_name(fn)} must return a tensor, but returned a {type(result).__name__}")
+    if result.dim() <= dim or result.shape[dim] != length:
+        raise ShapeError(
+            f"tiled: {_name(fn)} got {length} tokens and returned shape {tuple(result.shape)}, which should have as many in "
+            f"dimension {dim}"
+        )
+    return (result,)
 
 
-class _Written(torch.autograd.Function):
-    """Writes a chunk's output to its place and returns a placeholder of its shape, which takes no memory."""
-
-    @staticmethod
-    def forward(ctx, part, output, start, length):
-        ctx.set_materialize_grads(False)
-        output.write(part, start, length)
-        return part.new_zeros(()).expand(part.shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None, None, None
-
-
-class _Joined(torch.autograd.Function):
-    """The output, for the placeholders of its chunks."""
-
-    @staticmethod
-    def forward(ctx, output, length, sums, *placeholders):
-        ctx.set_materialize_grads(False)
-        ctx.sums = sums  # lives as long as the graph
-        ctx.length, ctx.dim, ctx.count = length, output.dim, len(placeholders)
-        return output.whole
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, None, None, *([None] * ctx.count if grad is None else grad.split(ctx.length, ctx.dim))
-
-
-class _InputGradient:
-    """The chunks' gradients of one input, in one tensor for each backward pass."""
-
-    def __init__(self, x: Tensor, dim: int, length: int):
-        self.shape, self.dim, self.length = x.shape, dim, length
-        self.wholes: dict[int, Tensor] = {}
-
-    def write(self, place: int, grad: Tensor | None) -> Tensor | None:
-        """grad, at its place in the whole; as it is where it is differentiable or no plain memory."""
-        if grad is None:
-            return None
-        batched = is_legacy_batchedtensor(grad) or torch._C._are_functorch_transforms_active()  # is_grads_batched
-        if torch.is_grad_enabled() or batched or type(grad) is not Tensor or grad.layout is not torch.strided:
-            return grad
-        task = torch._C._current_graph_task_id()
-        whole = self.wholes.get(task)
-        if whole is None:
-            whole = self.wholes[task] = grad.new_empty(self.shape)
-        part = whole.narrow(self.dim, place * self.length, grad.shape[self.dim])
-        return part.copy_(grad)
-
-    def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
-        whole = self.wholes.pop(torch._C._current_graph_task_id(), None)
-        if whole is not None:
-            parts = whole.split(self.length, self.dim)
-            if all(g is not None and g.data_ptr() == p.data_ptr() for g, p in zip(grads, parts, strict=True)):
-                return whole
-        if any(grad is None for grad in grads):
-            like = next(grad for grad in grads if grad is not None)
-            zeros = like.new_zeros(self.shape).split(self.length, self.dim)
-            grads = [zero if grad is None else grad for grad, zero in zip(grads, zeros, strict=True)]
-        return torch.cat(grads, self.dim)
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, gradient):
-        ctx.set_materialize_grads(False)
-        ctx.gradient = gradient
-        return x.split(gradient.length, gradient.dim)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads), None
-
-
-def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, preserve_rng_state: bool) -> Tensor:
-    output = _Output(fn, x.shape[dim], dim)
-    gradient = _InputGradient(x, dim, length) if torch.is_grad_enabled() and x.requires_grad else None
-    parts = x.split(length, dim) if gradient is None else _Split.apply(x, gradient)
-    placeholders = []
+def run_in_chunks(
+    fn: Callable,
+    forward: Callable[[Tensor], Tensor],
+    x: Tensor,
+    dim: int,
+    chunks: int | None,
+    workspace: int,
+    preserve_rng_state: bool = False,
+    check: bool = False,
+) -> Tensor:
+    """`tiled`, of which forward is run: fn, or its own forward, inside a call of fn. dim: counted from the front."""
+    if _is_transformed():
+        return forward(x)
+    tokens, axis = x.shape[dim], Axis(dim)
+    length = _length(fn, forward, x, chunks, dim, workspace)
+    if check:
+        check_token_wise(fn, forward, x, dim, length)
     if parametrize._cache_enabled:
         for module, name in missing_weights(forward, (), {}):
             getattr(module, name)  # outside of the chunks: one weight for all
-    sums = GradientSums()
-    with _no_cast_cache() if len(parts) > 1 else contextlib.nullcontext(), _whole_modules(fn):
-        for place in range(len(parts)):
-            part, start = parts[place], place * length
-            if gradient is not None:  # it goes to its place as soon as it is there: `_Split` runs after the last chunk
-                part = torch.ops.aten.alias(part)
-                part.register_hook(functools.partial(gradient.write, place))
-            size = part.shape[dim]
-            result = checkpoint(forward, part, preserve_rng_state=preserve_rng_state)
-            if isinstance(result, Tensor) and result.requires_grad:
-                sums.redirect(result, part)
-                placeholders.append(_Written.apply(result, output, start, size))
-            else:
-                output.write(result, start, size)
-            del result, part
-    return _Joined.apply(output, length, sums, *placeholders) if placeholders else output.whole
+    with _no_cast_cache() if tokens > length else contextlib.nullcontext(), _whole_modules(fn):
+        (y,) = in_slices(
+            lambda _: forward,
+            [(x, axis)],
+            [axis],
+            tokens,
+            length,
+            functools.partial(_returned, fn, dim),
+            lambda _, part: part.new_empty((*part.shape[:dim], tokens, *part.shape[dim + 1 :])),
+            preserve_rng_state=preserve_rng_state,
+        )
+    return y
 
 
 @contextlib.contextmanager
@@ -357,8 +257,8 @@ def _whole_modules(fn: Callable) -> Iterator[None]:
 def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int, preserve_rng_state: bool) -> Tensor:
     """What Dynamo traces."""
     tokens = x.shape[dim]
-    if chunks is None:
-        chunks = _chunks(tokens, ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize, workspace)
+    transients = ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize
+    length = even(tokens, -(-tokens // chunks) if chunks else max(FLOOR, workspace // max(transients, 1)))
     narrow = {}
     if isinstance(fn, nn.Module):
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
@@ -369,7 +269,7 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
             return fn(part)
         return torch.func.functional_call(fn, {n: p.to(narrow[n].dtype) for n, p in wide.items()}, (part,))
 
-    parts = x.chunk(chunks, dim)
+    parts = x.split(length, dim)
     return torch.cat([checkpoint(call, part, preserve_rng_state=preserve_rng_state) for part in parts], dim)
 
 
@@ -397,7 +297,7 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
 
             before, whole = random_state(), forward(x)
             draws = not torch.equal(before, random_state())
-            _Output(fn, x.shape[dim], dim).write(whole, 0, x.shape[dim])
+            _returned(fn, dim, whole, x.shape[dim])
             if x.is_floating_point():
                 _check_dependence(fn, forward, x, dim, length)
             if not draws:
@@ -410,10 +310,8 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
 
 def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
     """Some tokens become NaN: no other token's output may."""
-    places, inner = (
-        torch.arange(x.shape[dim], device=x.device),
-        dict(fn.named_modules() if isinstance(fn, nn.Module) else ()),
-    )
+    places = torch.arange(x.shape[dim], device=x.device)
+    inner = dict(fn.named_modules() if isinstance(fn, nn.Module) else ())
     inner.pop("", None)
     poisoned, bad = places < 0, list[str]()
 
@@ -446,9 +344,9 @@ def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim:
     """A chunk's output is its part of the whole output."""
     narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
     largest = whole.abs().amax().item() if whole.numel() else 0.0
-    for start in range(0, x.shape[dim], length):
-        size = min(length, x.shape[dim] - start)
-        expected, part = whole.narrow(dim, start, size), forward(x.narrow(dim, start, size))
+    chunks = zip(x.split(length, dim), whole.split(length, dim), strict=True)
+    for start, (chunk, expected) in zip(range(0, x.shape[dim], length), chunks, strict=True):
+        size, part = chunk.shape[dim], forward(chunk)
         if part.shape != expected.shape:
             raise ShapeError(
                 f"tiled: {_name(fn)} returned {tuple(part.shape)} for {size} tokens, not {tuple(expected.shape)}"

@@ -254,18 +254,17 @@ class GradientSums:
         self.senders: dict[tuple[Any, int], set[int]] = {}  # by the place outside, places in `nodes`
         self.sums: dict[tuple, _Sum] = {}  # by the place and the backward pass
 
-    def redirect(self, output: Tensor, chunk: Tensor) -> None:
-        """output: of a chunk. chunk: its input, whose gradient no other chunk adds to."""
+    def redirect(self, output: Tensor) -> None:
+        """output: of a chunk."""
         since, self.since = self.since, _C._autograd._get_sequence_nr()
         root = output.grad_fn
         if root is None or not since <= root._sequence_nr() < self.since:
             return
-        own = torch.autograd.graph.get_gradient_edge(chunk).node if chunk.requires_grad else None
         pending, seen = [root], {root}
         for node in pending:
             places: dict[tuple[Any, int], list[int]] = {}
             for i, (following, slot) in enumerate(node.next_functions):
-                if following is None or following is own:
+                if following is None:
                     continue
                 if since <= following._sequence_nr() < self.since:
                     if following not in seen:

@@ -20,7 +20,7 @@ from ckptkern.segments.recorded import is_traced, traced_call
 
 aten = torch.ops.aten
 LISTS = ("split", "split_with_sizes", "unbind", "part")
-MOVES = VIEWS | {"clone", "copy", "repeat", "cat", "stack", "flip", "constant_pad_nd", "gather", "index_select"}
+MOVES = VIEWS | {"clone", "copy", "repeat", "cat", "stack", "flip", "constant_pad_nd", "gather"}
 SIZES = {"different": (4, 6, 8, 10), "equal": (4, 4, 4, 4)}
 
 
@@ -88,7 +88,7 @@ def pointwise(b, s, h, d):
     yield Case("copy", lambda x, y: written(x, y, lambda x: x), (x, (s, d)), {0, 1, 2}, {Axis(0): [Axis(0), None]})
     yield Case("masked_fill", lambda x, y: x.masked_fill(y > 0, 2.0), (x, (s, 1)), {0, 1, 2})
     yield Case("masked_fill", lambda x, y, z: x.masked_fill(y > 0, z), (x, (b, s, 1), ()), {0, 1, 2})
-    for one in ("alias", "detach", "lift_fresh_copy"):
+    for one in ("alias", "detach"):
         yield Case(one, getattr(aten, one).default, (x,), {0, 1, 2})
     for one in (torch.zeros_like, torch.ones_like, torch.empty_like):
         yield Case(one.__name__, one, (x,), {0, 1, 2})
@@ -122,7 +122,6 @@ def views(b, s, h, d):
     yield Case("view", lambda x: x.view(1, b, 1, s * d, 1), (x,), {1}, {Axis(3, 1, d): [Axis(1)]})
     yield Case("view", lambda x: x.view(torch.int64), (x,), set())
     yield Case("_unsafe_view", lambda x: aten._unsafe_view(x, heads), ((b, s, h * d),), {0, 1, 2, 3}, split)
-    yield Case("reshape", aten.reshape.default, ((b, s, h * d), list(heads)), {0, 1, 2, 3}, split)
     permuted = {Axis(0): [Axis(1)], Axis(2): [Axis(3)], Axis(3): [Axis(0)]}
     yield Case("permute", lambda x: x.permute(1, 2, -1, 0), (heads,), {0, 1, 2, 3}, permuted)
     yield Case(
@@ -161,9 +160,6 @@ def moves(b, s, h, d):
     )
     # of the rest of the input no slice would make a gradient
     yield Case("gather", lambda x, i: x.gather(1, i), (x, indices(b - 2, 3, d, below=s)), {2}, {Axis(0): None})
-    yield Case(
-        "index_select", lambda x, i: x.index_select(1, i), (x, indices(3, below=s)), {0, 2}, {Axis(2): [Axis(2), None]}
-    )
     places = indices(2, 3, below=s)
     yield Case("index", lambda x, i: x[i], (x, indices(5, below=b)), {0, 1, 2}, {Axis(0): [None, Axis(0)]})
     chosen = {Axis(0): [Axis(0), None], Axis(2): [None, Axis(1)], Axis(3): [Axis(2), None]}
@@ -235,6 +231,7 @@ def mixtures(b, s, h, d):
     yield Case(
         "var", lambda x: x.var((0, 2), correction=1), ((b, s, h, d),), {0, 1}, {Axis(0): [Axis(1)], Axis(1): [Axis(3)]}
     )
+    yield Case("std", lambda x: x.std(1, keepdim=True), (x,), {0, 2}, {Axis(2): [Axis(2)]})
     yield Case("any", lambda x: (x > 2).any(1), (x,), {0, 1}, {Axis(1): [Axis(2)]})
     yield Case("mm", torch.mm, ((s, d), (d, h)), {0}, {Axis(0): [Axis(0), None], Axis(0, 1, 2): [Axis(0, 1, 2), None]})
     yield Case("mm", lambda x: x @ x, ((s, s),), set())
@@ -584,5 +581,5 @@ def test_a_call_that_cannot_be_cut_runs_whole(other):
     stages = check_in_slices(
         Layer(), [torch.randn(4, 6, 10, requires_grad=True), torch.randn(other, requires_grad=True)], "a call"
     )
-    assert any(stage.call for stage in stages)
+    assert any(stage.calls and not stage.axes for stage in stages)
     assert any(stage.axes for stage in stages)

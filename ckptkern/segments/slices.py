@@ -1,0 +1,154 @@
+"""Runs a function in slices of its tensors, each an activation checkpoint of its own: `in_slices`.
+
+Random state, precision, hooks and errors are those of `checkpoint`. What is added here: results are written slice by slice into
+whole tensors, and so is the gradient of an input in backward; gradients of 16-bit tensors that all slices read are summed over
+them in float32 (csrc/gradient_sums.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..state import GradientSums
+from .axes import Axis
+from .checkpoint import checkpoint
+
+Place = tuple[int, int]  # of a slice: its first entry, and how many
+
+
+class _Gradient:
+    """Holds the gradient of an input that slices read along an axis, of each backward pass."""
+
+    def __init__(self, x: Tensor, axis: Axis):
+        self.shape, self.axis = x.shape, axis
+        self.wholes: dict[int, Tensor] = {}
+
+    def write(self, place: Place, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self.wholes:
+            self.wholes[task] = grad.new_zeros(self.shape)
+        self.axis.slice(self.wholes[task], *place).copy_(grad)
+
+
+class _Read(torch.autograd.Function):
+    """Returns a placeholder of inputs, whose backward runs after those of all slices."""
+
+    @staticmethod
+    def forward(ctx, gradients, *inputs):
+        ctx.gradients = gradients
+        return torch.zeros((), device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx, _):
+        task = torch._C._current_graph_task_id()
+        return None, *(one.wholes.pop(task, None) for one in ctx.gradients)
+
+
+class _Slice(torch.autograd.Function):
+    """Returns a slice of each input, whose gradients go to their places as soon as they are there."""
+
+    @staticmethod
+    def forward(ctx, placeholder, gradients, place, *parts):
+        ctx.set_materialize_grads(False)
+        ctx.gradients, ctx.place, ctx.device = gradients, place, placeholder.device
+        return parts
+
+    @staticmethod
+    def backward(ctx, *grads):
+        for gradient, grad in zip(ctx.gradients, grads, strict=True):
+            if grad is not None:
+                gradient.write(ctx.place, grad)
+        return torch.zeros((), device=ctx.device), None, None, *(None for _ in grads)
+
+
+@torch.no_grad()
+def _write(wholes: Sequence[Tensor], axes: Sequence[Axis], place: Place, parts: Sequence[Tensor]) -> None:
+    for whole, axis, part in zip(wholes, axes, parts, strict=True):
+        axis.write(whole, *place, part)
+
+
+class _Written(torch.autograd.Function):
+    """Writes the results of a slice to their places and returns placeholders of them, which take no memory."""
+
+    @staticmethod
+    def forward(ctx, wholes, axes, place, *parts):
+        ctx.set_materialize_grads(False)
+        ctx.axes = axes
+        _write(wholes, axes, place, parts)
+        slices = (axis.slice(whole, *place) for axis, whole in zip(axes, wholes, strict=True))
+        return tuple(one.new_zeros(()).expand(one.shape) for one in slices)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        parts = (one if one is None else axis.flat(one) for axis, one in zip(ctx.axes, grads, strict=True))
+        return None, None, None, *parts
+
+
+class _Joined(torch.autograd.Function):
+    """Returns the results, for the placeholders of slices at these places. trained: numbers of results that have gradients.
+    sums: lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx, wholes, axes, places, trained, sums, *placeholders):
+        ctx.set_materialize_grads(False)
+        ctx.axes, ctx.places, ctx.sums = axes, places, sums
+        ctx.mark_non_differentiable(*(one for i, one in enumerate(wholes) if i not in trained))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        pairs = [*zip(ctx.axes, grads, strict=True)]
+        slices = (None if one is None else axis.slice(one, *place) for place in ctx.places for axis, one in pairs)
+        return None, None, None, None, None, *slices
+
+
+def in_slices(
+    function_for: Callable[[int], Callable[..., Any]],
+    inputs: Sequence[tuple[Tensor, Axis | None]],
+    axes: Sequence[Axis],
+    n: int,
+    length: int,
+    results_of: Callable[[Any, int], Sequence[Tensor]],
+    new: Callable[[int, Tensor], Tensor],
+    **options: Any,
+) -> Sequence[Tensor]:
+    """Returns the results of a function that runs for `length` of n independent entries at a time.
+
+    function_for: returns the function of so many entries. It takes a slice of each input (`Axis.slice`), or all of an input
+    without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a
+    tensor for all of a result, for its place and a slice. options: of `checkpoint`. Saved for backward: the inputs.
+    """
+    sums, trained = GradientSums(), set[int]()
+    wholes, places, placeholders = list[Tensor](), list[Place](), list[Tensor]()
+    gradients = {
+        i: _Gradient(x, axis)
+        for i, (x, axis) in enumerate(inputs)
+        if axis is not None and x.requires_grad and torch.is_grad_enabled()
+    }
+    own = [*gradients.values()]
+    read = _Read.apply(own, *(inputs[i][0] for i in gradients)) if own else None
+    inputs = [(x.detach() if i in gradients else x, axis) for i, (x, axis) in enumerate(inputs)]
+    for first in range(0, max(n, 1), length):
+        place = first, min(length, n - first)
+        parts = [x if axis is None else axis.slice(x, *place) for x, axis in inputs]
+        if own:
+            for i, part in zip(gradients, _Slice.apply(read, own, place, *(parts[i] for i in gradients)), strict=True):
+                parts[i] = part
+            del part
+        made = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
+        del parts
+        wholes = wholes or [new(i, one.detach()) for i, one in enumerate(made)]
+        if with_graph := {i for i, one in enumerate(made) if one.requires_grad}:
+            trained |= with_graph
+            written = _Written.apply(wholes, axes, place, *made)
+            sums.redirect(written[min(with_graph)])
+            places.append(place)
+            placeholders += written
+        else:
+            _write(wholes, axes, place, made)
+        del made
+    return _Joined.apply(wholes, axes, places, trained, sums, *placeholders) if placeholders else wholes
