@@ -28,7 +28,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatt
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import VIEWS, Axis, argument, name_of, resized, shape_of, tensors_of
+from .axes import Axis, argument, name_of, resized, shape_of, tensors_of
 from .decisions import INDICES
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
 from .slices import in_slices
@@ -298,12 +298,16 @@ def samples(node: fx.Node) -> bool:
 
 
 def becomes_functional(node: fx.Node) -> bool:
-    """Puts add in the place of an add_ to a result that nothing else reads, as torch's RMSNorm without a weight has one."""
-    changed, name = node.args[0], name_of(node)
-    if changed.op != "call_function" or len(changed.users) > 1 or name_of(changed) in VIEWS or name != "add_":
+    """Gives an operator that writes into another's result a result of its own, and returns whether it could: where nothing else
+    reads that, as in torch's RMSNorm without a weight, or in what is computed of parameters alone."""
+    changed, name = node.args[0], name_of(node).removesuffix("_")
+    other = getattr(getattr(aten, name, None), node.target._overloadname, None)
+    is_fresh = isinstance(changed.target, torch._ops.OpOverload) and not changed.target.is_view
+    is_alike = all(one.meta["val"].dtype == changed.meta["val"].dtype for one in tensors_of(node))
+    if other is None or other._schema.is_mutable or not (is_fresh and is_alike) or len(changed.users) > 1:
         return False
-    node.target = getattr(aten.add, node.target._overloadname)
-    node.meta.pop("operator")
+    node.target = other
+    del node.meta["operator"]
     return True
 
 

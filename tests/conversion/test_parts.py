@@ -223,3 +223,26 @@ def test_second_derivatives_and_parameters_of_a_call():
         found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [*other.values()])])
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 1e-4 * max(float(b.norm()), 1e-3)
+
+
+class Positioned(Layer):
+    """Scales by what is computed of a buffer and of parameters alone, in place (Swin v2's bias of positions)."""
+
+    def __init__(self):
+        super().__init__(recurrence, bump)
+        self.register_buffer("places", torch.randn(1, 3, 3, 2))
+        self.positions = nn.Sequential(nn.Linear(2, D), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.positions(self.places).mean((0, 1, 2))
+
+
+def test_what_is_computed_in_place_of_parameters_alone():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Positioned() for _ in range(2))), torch.randn(1, 512, D)
+    plain = copy.deepcopy(model)
+    rows = ckptkern.convert(model, x, recompute="full", workspace=WORKSPACE).converted
+    layers = [row for row in rows if row.kind == "Positioned"]
+    assert [row.replaced_by for row in layers] == ["checkpoint"] * 2
+    assert all("in parts" in row.reason for row in layers), "the check of the parts passes"
+    torch.testing.assert_close(step(model, x), step(plain, x))
