@@ -340,17 +340,18 @@ def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[f
     return graph, [*given.values()], ends
 
 
-def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0) -> None:
-    """Cuts the slices that do not fit into stages of their own."""
+def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0, times: int = 1) -> None:
+    """Cuts the slices that do not fit into stages of their own. times: that the stages run."""
     for stage in stages:
         fits = 2 * stage.cost * stage.length <= workspace * stage.n
         if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
             continue
         graph, given, ends = graph_of_slice(stage, mode)
-        planner = Planner(graph, [], workspace)
+        within = times * stage.n // stage.length
+        planner = Planner(graph, [], workspace, times=within)
         with contextlib.suppress(Uncut):
             inner = planner.plan()
-            plan_inside(inner, mode, workspace, depth + 1)
+            plan_inside(inner, mode, workspace, depth + 1, within)
             if len(inner) > 1:
                 stage.inside = given, inner, ends
 

@@ -25,6 +25,7 @@ ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the grap
 SCORES = 4  # of attention, and what is computed of them: what is there at once
 SMALL = 16  # a workspace holds as many of what is computed again for each stage that reads it
 JOINED = 8  # more results of a stage that are tried
+LAUNCHED = 2**16  # operators of a stage's slices at most, which bounds their time: of a loop over tokens, fewer slices
 MOST = 64  # values between stages, beyond which nothing is cut
 
 
@@ -116,8 +117,9 @@ def bytes_of(node: fx.Node) -> int:
 class Planner:
     """Cuts a graph into stages, from its end backwards."""
 
-    def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0):
-        self.calls, self.workspace, self.slices = calls, workspace, slices
+    def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0, times: int = 1):
+        """times: that the graph runs."""
+        self.calls, self.workspace, self.slices, self.times = calls, workspace, slices, times
         self.placed: set[fx.Node] = set()  # nodes of later stages
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
@@ -300,6 +302,7 @@ class Planner:
                 shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
             ]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
+            floor = max(floor, -(-stage.n // max(LAUNCHED // (self.times * len(stage.nodes)), 1)))
             most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
             stage.length = -(-stage.n // self.slices) if self.slices else even(stage.n, most)
         return stage

@@ -457,4 +457,32 @@ CSRC = [
         "",
         ("tests/test_state.py -k outlive", "tests/test_state.py"),
     ),
+    Fault(
+        "parts: a recompute decides anew",
+        "ckptkern/segments/parts.py",
+        "if node.target in RESHAPED else «DECIDES.get(node.target, node.target)»",
+        "node.target",
+        ("tests/segments/test_parts.py -k decisions",),
+    ),
+    Fault(
+        "parts: a large table of a small parameter is computed by each stage that reads it",
+        "ckptkern/segments/stages.py",
+        "if «size_of(node) <= max(size, workspace // SMALL)»:",
+        "True",
+        ("tests/segments/test_parts.py -k table",),
+    ),
+    Fault(
+        "parts: what an index chooses is cut as what it is chosen of",
+        "ckptkern/segments/axes.py",
+        "return Cut([(x, None), (places, «axis.at(axis.dim - first)»)])",
+        "axis",
+        ("tests/segments/test_axes.py",),
+    ),
+    Fault(
+        "parts: what is fused in a layer that is not cut saves its hidden layer",
+        "ckptkern/segments/parts.py",
+        "with «own_modes()»:  # what is fused inside bounds its own memory",
+        "torch.enable_grad()",
+        ("tests/conversion/test_parts.py -k not_cut",),
+    ),
 ]

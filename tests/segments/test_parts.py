@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.segments import stages
 from ckptkern.segments.axes import name_of
 from ckptkern.segments.decisions import Decisions
 from ckptkern.segments.parts import Parts
@@ -258,6 +259,31 @@ def test_scores_that_a_layer_returns_are_computed_where_they_are_read():
     (plan,) = parts.plans.values()
     handed = {node.name for stage in plan.stages for node in stage.results if node.meta["val"].shape[-1] == S}
     assert len(handed) == 1, "the result alone has a column for each token"
+
+
+def test_slices_of_a_loop_launch_so_many_operators_at_most(monkeypatch):
+    """A workspace of a kilobyte would run the loop for a channel at a time."""
+
+    class Loop(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            state, states = torch.zeros_like(x[:, 0]), []
+            for one in x.unbind(1):
+                state = torch.tanh(state + one)
+                states.append(state)
+            return torch.stack(states, 1)
+
+    torch.manual_seed(0)
+    layer, x = Loop(), torch.randn(1, S, D)
+    lengths = []
+    for launched in (2**16, 1000):
+        monkeypatch.setattr(stages, "LAUNCHED", launched)
+        parts, run = in_parts(layer, workspace=1024)
+        assert_close([run(x)], [layer(x)])
+        (stage,) = next(iter(parts.plans.values())).stages
+        assert stage.n == D
+        assert -(-stage.n // stage.length) * len(stage.nodes) <= launched
+        lengths.append(stage.length)
+    assert lengths == [1, 11]
 
 
 def test_what_samples_or_writes_is_not_cut():
