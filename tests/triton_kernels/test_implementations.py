@@ -88,11 +88,11 @@ def test_backward_takes_the_implementation_of_forward(name, device):
 def test_a_compiled_graph_follows_the_implementation(device):
     x, w1, w2 = (torch.randn(shape, device=device, requires_grad=True) for shape in ((6, 8), (16, 8), (8, 16)))
     compiled = torch.compile(ckptkern.mlp, backend="aot_eager", fullgraph=True)
-    of_library = _impls.Library.hidden_grads
+    of_library = _impls.Library.mlp_bwd
     for impl in ("triton", "library", "triton"):
         with (
             _choices.forced_impl(impl),
-            mock.patch.object(_impls.Library, "hidden_grads", autospec=True, side_effect=of_library) as spy,
+            mock.patch.object(_impls.Library, "mlp_bwd", autospec=True, side_effect=of_library) as spy,
         ):
             compiled(x, w1, None, w2, None).sum().backward()
         assert spy.called == (impl == "library")
