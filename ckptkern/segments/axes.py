@@ -306,7 +306,7 @@ Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 
 # operators, as torch names them; those that are in no row are broadcast, if torch tags them as pointwise
 TABLE: dict[Rule, str] = {
-    _broadcast: "clone _to_copy copy zeros_like ones_like full_like empty_like masked_fill",
+    _broadcast: "clone _to_copy copy stopped zeros_like ones_like full_like empty_like masked_fill",
     _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter",
     _of_matrices: "tril triu linalg_solve_triangular",
     _norm: "native_layer_norm _fused_rms_norm",

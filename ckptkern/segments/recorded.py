@@ -97,6 +97,11 @@ def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -
     return [one.clone() for one in made]
 
 
+# detach, which torch 2.15 records as an alias
+_library.define("stopped(Tensor x) -> Tensor")
+torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
+
+
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
     """Counts no calls, and logs no operator that does not run on fake tensors."""
@@ -177,7 +182,9 @@ class Recording(TorchFunctionMode):
         writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         if writes or name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2] != "_") or "out" in kwargs:
             raise Uncut("it writes while gradients are off")
-        return tree_map_only(Tensor, Tensor.detach, made)
+        return tree_map_only(
+            Tensor, lambda one: torch.ops.ckptkern.stopped(one) if one.is_floating_point() else one, made
+        )
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:

@@ -97,7 +97,7 @@ def may_be_trained(node: fx.Node) -> bool:
         value = node.meta.get("val")
         of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
         of = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
-        node.meta["trained"] = of and name_of(node) != "detach"
+        node.meta["trained"] = of and name_of(node) not in ("detach", "stopped")
     return node.meta["trained"]
 
 
