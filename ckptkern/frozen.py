@@ -67,7 +67,7 @@ Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors:
 
 
 def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    """Of parts that have an entry for each expert, or are one for all."""
+    """Returns one expert of parts that have an entry for each expert, or are one for all."""
     own = [part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts]
     return layout._replace(shape=layout.shape[1:]), tuple(own)
 
@@ -136,8 +136,8 @@ def why_not(data: Any) -> str:
 
 
 def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
-    """(the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went through
-    bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
+    """Returns (the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went
+    through bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
     if isinstance(data, ParametrizationList) and len(data) == 1 and hasattr(data[0], "quant_state"):
         return data.original, data[0].quant_state
     return (data, data.quant_state) if type(data).__name__ == "Params4bit" else None
@@ -451,7 +451,7 @@ class Frozen(Tensor):
 
 
 def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
-    """torch's, with one expert after the other dequantised."""
+    """Computes torch's grouped matmul with one expert after the other dequantised. Reads `offs` on the host."""
     y = x.new_zeros(len(x), weight.shape[2])
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
         if start < stop:

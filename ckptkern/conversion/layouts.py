@@ -21,8 +21,7 @@ def base_of(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters of what is inside of wrappers, by path; of those that bitsandbytes has parametrized, the
-    weights'."""
+    """Returns the shapes of parameters inside of wrappers, by path; of bitsandbytes' parametrizations those of the weights."""
     path, base = base_of(module)
     found = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
     for name, one in getattr(base, "parametrizations", {}).items():

@@ -33,7 +33,7 @@ def is_quantised(parameter: object) -> bool:
 
 
 def frozen_of(weight: Tensor) -> Tensor:
-    """What stands for a weight in an op: a Frozen if it is quantised and not trained, and Frozen takes it."""
+    """Returns what stands for a weight in an op: a Frozen if it is quantised and not trained, and Frozen takes it."""
     return weight if not is_quantised(weight) or weight.requires_grad or why_not(weight) else Frozen(weight)
 
 
@@ -85,7 +85,7 @@ def multiplies_dequantised(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def setting(modules: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    """Those that have an attribute have another value of it for a while."""
+    """Gives an attribute another value for a while, in those that have it."""
     before = [(m, getattr(m, name)) for m in modules if hasattr(m, name)]
     for m, _ in before:
         setattr(m, name, value)
@@ -110,12 +110,12 @@ class _Packed(ParametrizationList):
 
 
 def packed_in(module: nn.Module) -> list[ParametrizationList]:
-    """What stands for the parameters inside that bitsandbytes has quantised in 4 bits, if Frozen takes them."""
+    """Returns the parametrizations of parameters inside that bitsandbytes has quantised in 4 bits, if Frozen takes them."""
     return [m for m in module.modules() if isinstance(m, ParametrizationList) and not why_not(m)]
 
 
 def read_packed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside, a forward dequantises of experts that bitsandbytes has parametrized one after the other, and saves none."""
+    """Lets a forward dequantise experts that bitsandbytes has parametrized one after the other, and save none."""
     return setting(packed_in(module), "__class__", _Packed)
 
 

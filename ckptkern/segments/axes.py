@@ -124,14 +124,14 @@ def argument(node: fx.Node, *names: str) -> Any:
 
 
 def _dims(node: fx.Node, count: int) -> set[int]:
-    """The dimensions, of `count`, that an operator's argument `dim` names; all, if there is none."""
+    """Returns the dimensions, of `count`, that an operator's argument `dim` names; all, if there is none."""
     value = argument(node, "dim", "dims")
     dims = range(count) if value is None else value if isinstance(value, (list, tuple)) else [value]
     return {one % count for one in dims}
 
 
 def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Operators whose inputs are broadcast to the result's shape."""
+    """Cuts an operator whose inputs are broadcast to the result's shape."""
     size, inputs = shape_of(node)[axis.dim], tensors_of(node)
     if any(len(shape_of(one)) == len(shape_of(node)) and shape_of(one)[axis.dim] not in (1, size) for one in inputs):
         return None  # gather may leave out the end of its input
@@ -139,12 +139,12 @@ def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Operators that mix entries along their argument `dim`."""
+    """Cuts an operator that mixes entries along its argument `dim`."""
     return None if axis.dim in _dims(node, len(shape_of(node))) else _broadcast(node, axis, n)
 
 
 def _of_matrices(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Operators of the last two dimensions."""
+    """Cuts an operator of the last two dimensions."""
     return _broadcast(node, axis, n) if axis.dim < len(shape_of(node)) - 2 else None
 
 
@@ -158,7 +158,7 @@ def _pad(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Views: by the strides of the result in a contiguous source."""
+    """Cuts a view, by its strides in a contiguous source."""
     if node.target is aten.view.dtype:
         return None
     source, name = node.args[0], name_of(node)
@@ -184,7 +184,7 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _layout(node: fx.Node) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """The strides and offset of a view, of several of the first, of a contiguous tensor, and the strides of that."""
+    """Returns (strides, offset) of a view of a contiguous tensor, of several the first's, and the tensor's strides."""
     if "layout" not in node.meta:
         source = torch.empty(shape_of(node.args[0]), device="meta")
         shown = node.target(source, *node.args[1:], **node.kwargs)
@@ -204,7 +204,7 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _stacked(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """stack and select_scatter, whose inputs, or one of them, lack the dimension `dim`."""
+    """Cuts stack and select_scatter, whose inputs, or one of them, lack the dimension `dim`."""
     count = len(shape_of(node))
     (dim,) = _dims(node, count)
     if dim == axis.dim:
@@ -272,7 +272,7 @@ def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """x[:, :, places, ...]: one tensor of indices, of which each entry chooses entries of x."""
+    """Cuts x[:, :, places, ...], in which each entry of one tensor of indices chooses entries of x."""
     x, (*before, places) = node.args[:2]
     if any(one is not None for one in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
         return None

@@ -287,7 +287,7 @@ class Parts:
             if self.changes <= GROWTHS:
                 return None
         except Exception as error:  # whatever a forward makes of fake tensors
-            plan, self.why = None, f"{type(error).__name__}: {error}"
+            plan, self.why = None, str(error) if isinstance(error, Uncut) else f"{type(error).__name__}: {error}"
         self.plans[key] = plan
         if len(self.plans) > PLANS:
             self.plans.popitem(last=False)

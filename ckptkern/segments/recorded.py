@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import operator
 import threading
@@ -155,8 +154,8 @@ def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
     }
 
 
-def _grouped(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs a matmul of groups of rows; of fake tensors torch takes 16 bits alone."""
+def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Runs torch's function; of fake tensors that takes 16 bits alone."""
     if not isinstance(x, FakeTensor):
         return function(x, weight, *args, **kwargs)
     if (x.dim(), weight.dim()) != (2, 3):
@@ -165,19 +164,19 @@ def _grouped(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs
 
 
 class Recording(TorchFunctionMode):
-    """Hides calls from other modes. Gradients are on and off for a forward as they are in training, but no call makes any; what
-    one makes while they are off is detached, which the graph shows."""
+    """Hides calls from other modes. Gradients are on and off for a forward as they are in training, but no call makes any. What
+    is detached, or made while they are off, is marked by an operator of ours."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch._C._set_grad_enabled:
             return function(*args)
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         if name.endswith("grouped_mm"):
-            made = traced_call(None, functools.partial(_grouped, function), args, kwargs)
+            made = traced_call(None, grouped_mm, (function, *args), kwargs)
         else:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 made = function(*args, **kwargs)
-        if torch.is_grad_enabled() or name in ("__get__", "detach"):
+        if name == "__get__" or (name != "detach" and torch.is_grad_enabled()):
             return made
         writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         if writes or name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2] != "_") or "out" in kwargs:

@@ -77,8 +77,8 @@ class Stage:
     def __str__(self) -> str:
         found = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
         named = [name for name in found if name in GEMMS or "attention" in name]
-        paths = [call.path or "attention" for call in self.calls.values()]
-        shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + paths
+        called = dict.fromkeys(call.path or call.run.__name__ for call in self.calls.values())
+        shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + [*called]
         return ", ".join(shown or list(found)[:2]) + (f" by {self.n}" if self.axes else "")
 
 

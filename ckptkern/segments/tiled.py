@@ -187,7 +187,7 @@ def _no_cast_cache() -> Iterator[None]:
 
 
 def _returned(fn: Callable, dim: int, result: Any, length: int) -> tuple[Tensor]:
-    """What fn returned for so many tokens."""
+    """Returns what fn made of so many tokens, as a tuple. Raises TypeError or ShapeError if it is not a tensor of as many."""
     if not isinstance(result, Tensor):
         raise TypeError(f"tiled: {_name(fn)} must return a tensor, but returned a {type(result).__name__}")
     if result.dim() <= dim or result.shape[dim] != length:

@@ -77,5 +77,5 @@ def asked() -> bytes | None:
 
 
 def layer_fits(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
-    """Is not sure of any layer: checks that say what is wrong take no longer in Python."""
+    """Returns False for any layer: checks that say what is wrong take no longer in Python."""
     return False

@@ -9,7 +9,7 @@ import torch
 from support.architectures import ARCHITECTURES, ids
 from torch import nn
 
-from benchmarks.conversion import families, measure, peaks
+from benchmarks.conversion import families, measure, peaks, sweep
 
 
 def test_a_sound_conversion():
@@ -66,3 +66,16 @@ def test_layers_that_nothing_knows_take_far_less_than_under_checkpointing(name, 
     assert not result.wrong
     assert result.layers == result.whole + result.checkpointed
     assert result.ratio <= 0.62, peaks.line(result)
+
+
+def test_the_sweep_says_what_came_out(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    verdict, result = sweep.swept("Llama", transformers.LlamaForCausalLM, 256, "512KiB")
+    assert verdict == "right"
+    assert (result.layers, result.whole) == (4, 4)
+    assert 0 < result.converted < result.checkpointing < result.eager
+    assert sweep.swept("Linear", nn.Linear, 64, "64KiB")[0] == "does not build"
+    monkeypatch.setattr(peaks, "WRONG", 0.0)
+    assert sweep.swept("Llama", transformers.LlamaForCausalLM, 64, "64KiB")[0] == "WRONG"
+    monkeypatch.setattr(sweep, "SECONDS", 0.01)
+    assert sweep.swept("Llama", transformers.LlamaForCausalLM, 64, "64KiB")[0] == "too long"

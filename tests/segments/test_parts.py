@@ -223,6 +223,7 @@ def test_decisions_are_those_of_forward(monkeypatch):
     (plan,) = parts.plans.values()
     whole = [stage for stage in plan.stages if not stage.axes]
     assert {"topk", "sort", "part"} <= {name_of(node) for stage in whole for node in stage.nodes}
+    assert "grouped_mm" in str(plan)
     assert any("index" in str(stage) for stage in plan.stages if stage.axes), "rows of a table, with what reads them"
 
 
@@ -366,7 +367,7 @@ def test_gradients_that_a_forward_switches_off_stay_off():
                     shift = self.out(x)
                 assert not torch.is_grad_enabled()
             assert torch.is_grad_enabled(), "as in a training call"
-            return super().forward(x / (1 + scale) + shift), scale
+            return super().forward(x / (1 + scale) + shift + self.up(x).detach()[..., :D]), scale
 
     class Writes(Layer):
         def forward(self, x):
