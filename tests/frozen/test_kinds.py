@@ -93,7 +93,10 @@ def test_experts_that_bitsandbytes_has_parametrized(kind, nested):
 
 def test_grouped_mm_dequantises_one_expert_at_a_time():
     module, frozen = parametrized((16, 256, 256))
-    x, offs = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([5, 5, 9, 20, 21, 33, 34, *[40] * 9], dtype=torch.int32)
+    x, offs = (
+        torch.randn(40, 256, dtype=torch.bfloat16),
+        torch.tensor([5, 5, 9, 20, 21, 33, 34, *[40] * 9], dtype=torch.int32),
+    )
     found = []
     for weight in (frozen, module.w):
         rows = x.clone().requires_grad_()
