@@ -25,11 +25,11 @@ $(STAMP): requirements-dev.txt setup.py pyproject.toml
 	$(PY) -c "import ckptkern"
 	@touch $@
 
-demo: $(STAMP) ## train a GPT in five variants, side by side; a few minutes; writes demo_output/. ARGS=--quick, ARGS="--dropout 0.1"
+demo: $(STAMP) ## train a GPT in five variants, side by side, in two minutes; writes demo_output/. ARGS=--quick, ARGS=--full
 	$(PY) -m ckptkern demo $(ARGS)
 
 demo-docs: $(STAMP) ## the demo, and its picture and table in the documentation; on a quiet machine. ARGS="--threads 2"
-	$(PY) -m benchmarks.dev.demo $(ARGS)
+	$(PY) -m benchmarks.dev.demo --full $(ARGS)
 
 quick: $(STAMP) ## after every edit, at most 90 s: the first case of every test that takes no seconds. ARGS="tests/ops -k mlp"
 	$(PYTEST) --quick $(ARGS)
