@@ -113,9 +113,9 @@ def test_every_long_page_is_there():
     assert {*LONG} <= {*PAGES}
 
 
-@pytest.mark.parametrize("path", sorted(reference.PAGES.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(reference.PAGES.rglob("*.md")), ids=lambda path: path.stem)
 def test_the_reference_has_the_signatures_and_docstrings_of_today(path):
-    """Those of modules that follow torch's are of the pinned torch."""
+    """Modules that follow torch's have the signatures of the pinned torch."""
     if torch.__version__.startswith(PINNED):
         assert path.read_text() == reference.page(path.read_text()), "run make docs"
 
@@ -123,9 +123,18 @@ def test_the_reference_has_the_signatures_and_docstrings_of_today(path):
 @pytest.mark.parametrize("name", ["ckptkern", "ckptkern.nn", "ckptkern.memory", "ckptkern.storage"])
 def test_the_reference_has_every_public_name(name):
     module = importlib.import_module(name)
-    pages = "".join(path.read_text() for path in reference.PAGES.glob("*.md"))
-    public = [one for one in module.__all__ if callable(getattr(module, one))]
-    assert [one for one in public if f"\n## {name}.{one}\n" not in pages] == []
+    headings = {line.lstrip("# ") for line in all_pages_of_the_reference().splitlines() if line.startswith("#")}
+    public = {f"{name}.{member}" for member in module.__all__ if callable(getattr(module, member))}
+    assert public - headings == set()
+
+
+def test_the_index_of_functions_lists_every_page_of_functions():
+    listed = reference.ROW.findall((reference.PAGES / "functions.md").read_text())
+    assert sorted(listed) == sorted(path.stem for path in (reference.PAGES / "functions").glob("*.md"))
+
+
+def all_pages_of_the_reference() -> str:
+    return "\n".join(path.read_text() for path in reference.PAGES.rglob("*.md"))
 
 
 def test_a_signature_reads_as_in_source_and_a_docstring_as_paragraphs():
