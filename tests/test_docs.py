@@ -182,17 +182,17 @@ def test_the_readme_is_short_and_gives_the_figures_that_were_counted_and_measure
     assert len(readme) < 7000
     counted = re.findall(r"(\d+\.\d) GiB saved +matmuls (\d\.\d\d)$", figures, re.MULTILINE)
     assert len(counted) == 9
-    given = re.findall(r"\| (\d+\.\d) GiB \| (\d\.\d\d) \|", readme)
-    assert len(given) == 7
-    assert set(given) <= set(counted)
+    table_rows = re.findall(r"\| (\d+\.\d) GiB \| (\d\.\d\d) \|", readme)
+    assert len(table_rows) == 7
+    assert set(table_rows) <= set(counted)
     peaks = re.findall(r"\| ([\d,]+) MiB \| [\d,]+ \| (\d\.\d\d) \|", readme)
     assert len(peaks) == 8
     assert {(int(peak.replace(",", "")), float(time)) for peak, time in peaks} <= frontier_of_a_llama()
     with (ROOT / "benchmarks/results/h200/results.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["case"] == "model/llama-8b/1x4096" and row["ms"]]
-    found = re.findall(r"(\d+\.\d) GiB, (\d+) ms", readme)
-    assert len(found) == 6
-    assert set(found) <= {(f"{int(row['peak_bytes']) / 2**30:.1f}", f"{float(row['ms']):.0f}") for row in rows}
+    times = re.findall(r"(\d+\.\d) GiB, (\d+) ms", readme)
+    assert len(times) == 6
+    assert set(times) <= {(f"{int(row['peak_bytes']) / 2**30:.1f}", f"{float(row['ms']):.0f}") for row in rows}
 
 
 def frontier_of_a_llama() -> set[tuple[int, float]]:
@@ -214,7 +214,7 @@ def test_the_readme_names_families_whose_layers_were_all_replaced():
     table = (ROOT / "README.md").read_text().split("<!-- families:begin -->")[1].split("<!-- families:end -->")[0]
     first = re.findall(r"(?<=[|,] )`?([A-Z][\w-]*(?: \d)?|nn\.Transformer)", table)
     assert len(first) > 30
-    assert [name for name in first if not any(one.startswith(name) for one in whole)] == []
+    assert [name for name in first if not any(family.startswith(name) for family in whole)] == []
 
 
 def test_the_table_of_times_is_that_of_the_results():

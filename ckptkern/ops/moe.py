@@ -196,8 +196,8 @@ class Gradients:
 
     def results(self) -> dict[str, Tensor | None]:
         of_shared = {} if self.shared is None else self.shared.results()
-        made = {name: one.result() for name, one in self.totals.items()}
-        return made | {f"shared_{name}": one for name, one in of_shared.items()}
+        own = {name: total.result() for name, total in self.totals.items()}
+        return own | {f"shared_{name}": grad for name, grad in of_shared.items()}
 
 
 class MoESublayer(Sublayer):
@@ -236,23 +236,23 @@ class MoESublayer(Sublayer):
         return None if gate is None else torch.sigmoid(eager.linear(h, gate, None))
 
     def of_shared(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("shared_"): one for name, one in saved.items() if name.startswith("shared_")}
+        return {name.removeprefix("shared_"): tensor for name, tensor in saved.items() if name.startswith("shared_")}
 
     def branch(
         self, h: Tensor, s: Tensor, groups: eager.Groups, saved: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the branch gives, what it saves); saved: of forward, in backward, which takes the first alone."""
-        made = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
-        f = made.pop("y")
+        results = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
+        f = results.pop("y")
         if self.shared is None:
-            return f, made
+            return f, results
         if saved is None:
             y, own = self.shared.forward_rows(h, self.first_row)
         else:
             y, own = self.shared.result_of(h, self.of_shared(saved), self.first_row), {}
         gate = self.shared_gate(h)
         f = f.add_(y) if gate is None else f.addcmul_(y, gate)
-        return f, made | {f"shared_{name}": one for name, one in own.items()}
+        return f, results | {f"shared_{name}": tensor for name, tensor in own.items()}
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
@@ -276,9 +276,9 @@ class MoESublayer(Sublayer):
         f = self.drop(self.branch(h, s, groups, saved)[0]) if self.reads_branch(need) else None
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
-        made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)
-        dh, ds = made.get("dx"), made.pop("ds", None)
-        made = None
+        results = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)
+        dh, ds = results.get("dx"), results.pop("ds", None)
+        results = None
         if sums.routes:
             dz = logits_gradient(ds, scores, index, self.o).add_(dlogits).to(self.o.router_dtype)
             self.add_linear_gradients("router_weight", dz, h, dh, sums)
@@ -317,7 +317,7 @@ class MoESublayer(Sublayer):
 def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(y, logits) in differentiable PyTorch ops. index [tokens, k]: forward's choice, if it is known."""
     h = reference_inputs(x, t, o)
-    w, b = (cast_parameter(one, o.router_dtype) for one in (t.router_weight, t.router_bias))
+    w, b = (cast_parameter(tensor, o.router_dtype) for tensor in (t.router_weight, t.router_bias))
     logits = F.linear(h.to(o.router_dtype), w, b)
     scores = scores_of(logits, o)
     index = chosen(scores, t.score_bias, o) if index is None else index.long().view(*h.shape[:-1], o.top_k)
@@ -384,9 +384,9 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
     """Checks the shared expert's tensors; returns which kind it is."""
     features = x.shape[-1]
     if t["up_weight"] is None:
-        given = next((name for name, one in (*t.items(), ("expert_gate", gate)) if one is not None), None)
-        if given is not None:
-            raise ValueError(f"{op}: shared_{given} needs shared_up_weight")
+        extra = next((name for name, tensor in (*t.items(), ("expert_gate", gate)) if tensor is not None), None)
+        if extra is not None:
+            raise ValueError(f"{op}: shared_{extra} needs shared_up_weight")
         return ""
     if t["down_weight"] is None:
         raise ValueError(f"{op}: shared_up_weight needs shared_down_weight")
@@ -403,16 +403,16 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
     return "plain" if t["gate_weight"] is None else "gated"
 
 
-def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensors, MoEOptions]:
+def gather(op, x, *, activation, router_dtype, lora, **others) -> tuple[MoETensors, MoEOptions]:
     """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
     if ACTIVE.shard is not None:
         raise NotSharded("moe_block has no sharded form")
-    check_options(op, activation, given["recompute"])
+    check_options(op, activation, others["recompute"])
     check_input(op, x)
-    t, features = {name: given.pop(name) for name in MoETensors.own}, x.shape[-1]
+    t, features = {name: others.pop(name) for name in MoETensors.own}, x.shape[-1]
     shared, w, wd = {name: t[f"shared_{name}"] for name in MLPTensors.own}, t["gate_up_weight"], t["down_weight"]
     check_experts(op, x, w, t["gate_up_bias"], wd, t["down_bias"])
-    routing = RouterOptions(**{name: given.pop(name) for name in RouterOptions._fields})
+    routing = RouterOptions(**{name: others.pop(name) for name in RouterOptions._fields})
     routing = check_router(op, x, len(w), t["router_weight"], t["router_bias"], t["score_bias"], routing)
     if router_dtype not in (None, torch.float32):
         raise ValueError(
@@ -421,11 +421,11 @@ def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensor
     kind = check_shared(op, x, shared, t["shared_expert_gate"])
     weights = {"gate_up": w, "down": wd} | {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
     updates, numbers = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
-    of_shared = {name: one for name, one in updates.items() if name.startswith("shared_")}
+    of_shared = {name: tensor for name, tensor in updates.items() if name.startswith("shared_")}
     router = t["router_weight"] if router_dtype is None else None
     probe = x.new_empty(0, dtype=compute_dtype(op, x, router, *weights.values()))
     own = of_shared, numbers[2 * len(EXPERT_LAYERS) :] if of_shared else ()
-    tensors, options = around(op, x, probe, "down_weight", features, own, w.numel(), **given)
+    tensors, options = around(op, x, probe, "down_weight", features, own, w.numel(), **others)
     o = MoEOptions(
         **routing._asdict(),
         activation=activation,

@@ -90,8 +90,8 @@ class Shard:
         """These tensors, equal on all ranks; their gradients are the sums of what each rank makes of them."""
         if not torch.is_grad_enabled():
             return tensors
-        made = iter(Summed.apply(self, *wanted) if (wanted := [t for t in tensors if t.requires_grad]) else ())
-        return tuple(next(made) if t.requires_grad else t for t in tensors)
+        results = iter(Summed.apply(self, *wanted) if (wanted := [t for t in tensors if t.requires_grad]) else ())
+        return tuple(next(results) if t.requires_grad else t for t in tensors)
 
     # -- where this rank's part lies
 
@@ -134,7 +134,7 @@ class Shard:
 
     def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
         t = drawn(t, o, x, training)
-        states = [one for one in (t.rng, t.resid_rng, t.path_rng) if one is not None]
+        states = [state for state in (t.rng, t.resid_rng, t.path_rng) if state is not None]
         if states and not self.checked and not torch.compiler.is_compiling():
             self.check_alike(states[0])
             self.checked.append(True)
@@ -178,34 +178,34 @@ class Shard:
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments with this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and
         gates."""
-        made, H = dict(arguments), arguments["num_heads"]
-        H_kv = H if made["num_kv_heads"] is None else made["num_kv_heads"]
+        own, H = dict(arguments), arguments["num_heads"]
+        H_kv = H if own["num_kv_heads"] is None else own["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
-        D = made["out_weight"].shape[1] // heads
-        counts = heads * D * (2 if made["gate_in_query"] else 1), kv_heads * D, kv_heads * D
+        D = own["out_weight"].shape[1] // heads
+        counts = heads * D * (2 if own["gate_in_query"] else 1), kv_heads * D, kv_heads * D
         for name in ("qkv_weight", "qkv_bias"):
-            value = made[name]
-            if isinstance(value, Tensor) and made["qkv_layout"] == "qkv":
+            value = own[name]
+            if isinstance(value, Tensor) and own["qkv_layout"] == "qkv":
                 value = value.split([self.size * count for count in counts])
             if isinstance(value, (tuple, list)):
                 parts = zip(value, counts, strict=True)
-                made[name] = [None if one is None else self.part(one, 0, count) for one, count in parts]
-        made |= dict(num_heads=heads, num_kv_heads=kv_heads)
-        mask = made["attn_mask"]
+                own[name] = [None if tensor is None else self.part(tensor, 0, count) for tensor, count in parts]
+        own |= dict(num_heads=heads, num_kv_heads=kv_heads)
+        mask = own["attn_mask"]
         if isinstance(mask, (tuple, list)):
-            made["attn_mask"] = tuple(self.mask(one, H, heads) for one in mask)
+            own["attn_mask"] = tuple(self.mask(part, H, heads) for part in mask)
         else:
-            made["attn_mask"] = self.mask(mask, H, heads)
+            own["attn_mask"] = self.mask(mask, H, heads)
         for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
-            if (value := made[name]) is not None:
+            if (value := own[name]) is not None:
                 of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # of o, else of heads
                 dim = -1 if name == "alibi_slopes" else 0
-                made[name] = self.part(value, dim, heads * D if of_columns else heads)
-        if made["key_value"] is not None:
+                own[name] = self.part(value, dim, heads * D if of_columns else heads)
+        if own["key_value"] is not None:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
-            (made["key_value"],) = self.summed(made["key_value"])
-        return self.with_vectors(made)
+            (own["key_value"],) = self.summed(own["key_value"])
+        return self.with_vectors(own)
 
     def with_vectors(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with vectors of each sample whose gradients are sums over ranks: over those of the branch, of a gate
@@ -213,9 +213,9 @@ class Shard:
         if arguments["lora"]:
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         gate = ("layer_scale",) if self.sequence else ()
-        given = {name: arguments[name] for name in ("norm_scale", "norm_shift", *gate)}
-        given = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim() > 1}
-        return arguments | dict(zip(given, self.summed(*given.values()), strict=True))
+        vectors = {name: arguments[name] for name in ("norm_scale", "norm_shift", *gate)}
+        vectors = {name: vector for name, vector in vectors.items() if isinstance(vector, Tensor) and vector.dim() > 1}
+        return arguments | dict(zip(vectors, self.summed(*vectors.values()), strict=True))
 
     def mask(self, mask: Tensor | None, H: int, heads: int) -> Tensor | None:
         if mask is None or (mask.dim() < 3 and not mask.requires_grad):  # CausalBias, too, which has two dimensions
@@ -225,11 +225,11 @@ class Shard:
 
     def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments with this rank's hidden units, of weights that hold all (gate and up in one)."""
-        made, count = dict(arguments), arguments["down_weight"].shape[1]
+        own, count = dict(arguments), arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
-            if made[name] is not None:
-                made[name] = self.part(made[name], 0, count)
-        return self.with_vectors(made)
+            if own[name] is not None:
+                own[name] = self.part(own[name], 0, count)
+        return self.with_vectors(own)
 
 
 class Summed(torch.autograd.Function):
@@ -245,9 +245,9 @@ class Summed(torch.autograd.Function):
         sums: dict[torch.dtype, list[int]] = {}
         for i, grad in enumerate(grads):
             sums.setdefault(grad.dtype, []).append(i)
-        made: list[Tensor | None] = [None] * len(grads)
+        results: list[Tensor | None] = [None] * len(grads)
         for places in sums.values():
             total = ctx.shard.summing(torch.cat([grads[i].reshape(-1) for i in places]))()
             for i, part in zip(places, total.split([grads[i].numel() for i in places]), strict=True):
-                made[i] = part.view(grads[i].shape)
-        return None, *made
+                results[i] = part.view(grads[i].shape)
+        return None, *results

@@ -70,7 +70,7 @@ class TransformerLayer(SublayerOp):
 
     @staticmethod
     def saves(o):  # by no op that is an attribute of the class: Dynamo of torch 2.11 traces none
-        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in saved_of(one, o)]
+        names = [f"{name}{i}" for i, options in enumerate(o.attention) for name in saved_of(options, o)]
         return (*names, *(moe_saves if isinstance(o.mlp, MoEBlock.Options) else mlp_saves)(o.mlp))
 
     @classmethod
@@ -79,34 +79,36 @@ class TransformerLayer(SublayerOp):
     ) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
         """(x, each attention sublayer's tensors and options, the tensors of the last sublayer)"""
         (x, *others), A = tensors, len(cls.attention.Tensors._fields)
-        attentions = [(cls.attention.Tensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
+        attentions = [
+            (cls.attention.Tensors(*others[i * A : (i + 1) * A]), options) for i, options in enumerate(o.attention)
+        ]
         return x, attentions, cls.last.Tensors(*others[len(attentions) * A :])
 
     @classmethod
     def forward(cls, tensors, o):
         (x, attentions, t_last), saved = cls.sublayers(tensors, o), {}
         mid = x
-        for i, (t, one) in enumerate(attentions):
-            mid, made = cls.attention.compute(mid, t, one)
-            mid = made["mid"] = unflattened(mid, x)
-            saved |= {f"{name}{i}": made[name] for name in saved_of(one, o)}
-            made = None
-        y, made = cls.last.compute(x if o.parallel else mid, t_last, o.mlp)
+        for i, (t, options) in enumerate(attentions):
+            mid, results = cls.attention.compute(mid, t, options)
+            mid = results["mid"] = unflattened(mid, x)
+            saved |= {f"{name}{i}": results[name] for name in saved_of(options, o)}
+            results = None
+        y, results = cls.last.compute(x if o.parallel else mid, t_last, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
-        return unflattened(y, x), saved | made
+        return unflattened(y, x), saved | results
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
         kind, last = cls.attention.Tensors, cls.last
         x, attentions, t_last = cls.sublayers(tensors, o)
         A, before, mid, cores = len(kind._fields), needs & 1, x, []
-        for i, (t, one) in enumerate(attentions):
+        for i, (t, options) in enumerate(attentions):
             # what its backward forms; the gradient of an input that is not x, if anything before it needs one
             own = needs >> 1 + i * A & (1 << A) - 1
             formed = own << 1 | before
             before |= own != 0
-            sublayer, f = cls.attention.Sublayer(mid, t, one, shares=True), None
-            core = {name: saved.pop(f"{name}{i}") for name in saved_of(one, o)}
+            sublayer, f = cls.attention.Sublayer(mid, t, options, shares=True), None
+            core = {name: saved.pop(f"{name}{i}") for name in saved_of(options, o)}
             mid = core.pop("mid", None)
             if o.parallel:
                 mid = x
@@ -138,8 +140,8 @@ class TransformerLayer(SublayerOp):
     def reference(cls, tensors, o, **decided):
         x, attentions, t_last = cls.sublayers(tensors, o)
         mid = x
-        for t, one in attentions:
-            mid = cls.attention.in_torch_ops(mid, t, one)
+        for t, options in attentions:
+            mid = cls.attention.in_torch_ops(mid, t, options)
         y = cls.last.in_torch_ops(x if o.parallel else mid, t_last, o.mlp, **decided)
         if not o.parallel:
             return y
@@ -163,7 +165,10 @@ class LatentTransformerMoELayer(LatentTransformerLayer):
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
 # (latent?, routes?) -> the type of its options, and what applies it
-LAYERS = {(one.attention is LatentAttentionBlock, one.last is MoEBlock): (one.Options, build(one)) for one in LAYER_OPS}
+LAYERS = {
+    (layer.attention is LatentAttentionBlock, layer.last is MoEBlock): (layer.Options, build(layer))
+    for layer in LAYER_OPS
+}
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
@@ -180,19 +185,19 @@ class Arguments(NamedTuple):
         defaults = {p.name: p.default for p in handed if p.default is not p.empty}
         return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
 
-    def checked(self, op: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def checked(self, op: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all of them, `given` and defaults."""
-        if not isinstance(given, Mapping):
-            raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
-        for key in given:
+        if not isinstance(arguments, Mapping):
+            raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(arguments).__name__}")
+        for key in arguments:
             if key in OWN_ARGUMENTS:
                 raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
             if key not in self.defaults and key not in self.required:
                 known = ", ".join((*self.required, *self.defaults))
                 raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {known}")
-        if missing := [key for key in self.required if key not in given]:
+        if missing := [key for key in self.required if key not in arguments]:
             raise TypeError(f"{op}: {name} must have {', '.join(missing)}")
-        return self.defaults | dict(given)
+        return self.defaults | dict(arguments)
 
 
 ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of(mlp_block)
@@ -211,8 +216,8 @@ def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: b
 
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
-    for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
-        if given["norm"] is not None and given["norm_first"] is False:
+    for name, arguments in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
+        if arguments["norm"] is not None and arguments["norm_first"] is False:
             raise ValueError(
                 f"{op}: parallel sublayers have no norm after the residual, but {name} has norm_first=False"
             )
@@ -289,7 +294,7 @@ def transformer_layer(
             return y
         return (mid + y[0], y[1]) if routes else mid + y
     gather = gather_latent if latent else gather_attention
-    sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]
+    sublayers = [gather(op, x, recompute=recompute, **common, **arguments) for arguments in attentions]
     for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(

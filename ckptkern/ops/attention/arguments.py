@@ -36,13 +36,13 @@ from .core import check_sinks, check_whole_sequence, fused_core
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
 
-def one_or_three(op: str, name: str, given) -> tuple:
+def one_or_three(op: str, name: str, value) -> tuple:
     """(packed,) or (q, k, v)."""
-    if isinstance(given, Tensor):
-        return (given,)
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{op}: {name} must be one Tensor or three (q, k, v), not {type(given).__name__}")
-    return tuple(given)
+    if isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{op}: {name} must be one Tensor or three (q, k, v), not {type(value).__name__}")
+    return tuple(value)
 
 
 QKV_LAYOUTS = ("qkv", "heads")
@@ -121,7 +121,7 @@ def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tup
         raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
     if any(weight is None for weight in qk_norm):
         raise ValueError(f"{op}: qk_norm must be a pair of weights")
-    pairs = [one if isinstance(one, (tuple, list)) and len(one) == 2 else (one, None) for one in qk_norm]
+    pairs = [norm if isinstance(norm, (tuple, list)) and len(norm) == 2 else (norm, None) for norm in qk_norm]
     for name, heads, (weight, bias) in zip("qk", (H, H_kv), pairs, strict=True):
         check_tensor(op, f"{name}'s norm weight", weight, x)
         if weight.shape not in ((D,), (heads, D), (heads * D,)):
@@ -211,11 +211,11 @@ def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, 
     if len(pair) > 2:
         raise TypeError(f"{op}: attn_mask must be one mask or a pair of them, not {len(pair)}")
     masks, diagonal = [], None
-    for one in pair:
-        bound = diagonal_of(op, one, q.shape[2], Sk)
+    for mask in pair:
+        bound = diagonal_of(op, mask, q.shape[2], Sk)
         diagonal = within(diagonal, bound)
-        if one is not None and bound is None:
-            masks.append(as_mask(op, one, q, Sk))
+        if mask is not None and bound is None:
+            masks.append(as_mask(op, mask, q, Sk))
     return *(*masks, None, None)[:2], diagonal
 
 

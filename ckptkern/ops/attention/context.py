@@ -89,10 +89,10 @@ class Context(NamedTuple):
         if not self.zigzag:
             return parts
         _, B, rows, *others = parts.shape
-        made = parts.new_empty((self.size, B, 2, rows, *others))
-        made[:, :, 0].copy_(parts[: self.size])
-        made[:, :, 1].copy_(parts[self.size :].flip(0))
-        return made.flatten(2, 3)
+        whole = parts.new_empty((self.size, B, 2, rows, *others))
+        whole[:, :, 0].copy_(parts[: self.size])
+        whole[:, :, 1].copy_(parts[self.size :].flip(0))
+        return whole.flatten(2, 3)
 
     def stream(self, rng: Tensor) -> Tensor:
         """A random state of this rank alone, of one that all drew alike: for masks of its rows."""
@@ -153,8 +153,8 @@ def check_context(
         return None
     if cu_seqlens is not None:
         if drops or alibi_slopes is not None:
-            given = "dropout_p" if drops else "alibi_slopes"
-            raise ValueError(f"{op}: {given} with cu_seqlens on several ranks needs exchange='heads'")
+            name = "dropout_p" if drops else "alibi_slopes"
+            raise ValueError(f"{op}: {name} with cu_seqlens on several ranks needs exchange='heads'")
         if right != 0 and (left, right) != (None, None):
             raise ValueError(
                 f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
@@ -223,17 +223,17 @@ class GatheredHeads(SpreadHeads):
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
         """`core.attend` of this rank's rows."""
-        (k, v), made = self.kv, []
+        (k, v), results = self.kv, []
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
             of_do = None if do is None else do[:, :, at]
-            made.append(attend(p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], own, of_do))
-        if len(made) == 1:
-            return made[0]
+            results.append(attend(p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], own, of_do))
+        if len(results) == 1:
+            return results[0]
         o = eager.empty_heads(self.q)
-        for rows, (part, *_) in zip(self.context.rows(self.q.shape[2]), made, strict=True):
+        for rows, (part, *_) in zip(self.context.rows(self.q.shape[2]), results, strict=True):
             o[:, :, rows.start : rows.stop].copy_(part)
-        _, lse, delta = zip(*made, strict=True)
+        _, lse, delta = zip(*results, strict=True)
         return o, torch.cat(lse, 2), None if delta[0] is None else torch.cat(delta, 2)
 
     def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
@@ -256,8 +256,8 @@ class GatheredHeads(SpreadHeads):
             later = rows.start > 0  # what other rows have given stays
             places = [None if dq is None else dq[:, :, at], *outs]
             if later and need_dkv:
-                places[1:] = [torch.empty_like(one) for one in outs]
-            made = attention_grads(
+                places[1:] = [torch.empty_like(total) for total in outs]
+            results = attention_grads(
                 p,
                 self.q[:, :, at],
                 k[:, :, :columns],
@@ -271,7 +271,7 @@ class GatheredHeads(SpreadHeads):
                 need_dkv=need_dkv,
                 out=places,
             )[:3]
-            for place, part in zip(places, made, strict=True):
+            for place, part in zip(places, results, strict=True):
                 if place is not None and part is not place:
                     place.copy_(part)
             for total, part in zip(outs, places[1:], strict=True):
@@ -292,13 +292,13 @@ class ExchangedHeads(SpreadHeads):
 
     def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
         q = queries()
-        self.context, self.counts = context, [one.shape[1] // context.size for one in (q, k, v)]
+        self.context, self.counts = context, [heads.shape[1] // context.size for heads in (q, k, v)]
         self.out: Tensor | None = None
         self.pending = self.sent(q, k, v)
 
     def sent(self, *rows: Tensor) -> Tensor:
         """Starts the way of [B, heads, S, D] to the ranks of their heads."""
-        parts = [one.unflatten(1, (self.context.size, -1)) for one in rows]
+        parts = [heads.unflatten(1, (self.context.size, -1)) for heads in rows]
         return self.context.exchanging(torch.cat(parts, 2).movedim(1, 0).transpose(2, 3))
 
     def whole(self, parts: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
@@ -309,8 +309,8 @@ class ExchangedHeads(SpreadHeads):
         """The opposite: [B, heads, S, D] of this rank's rows, of each."""
         parts = self.context.parted(torch.cat(heads, 1).transpose(1, 2))
         parts = _c10d.wait_tensor(self.context.exchanging(parts))  # [n, B, S, heads, D]
-        made = parts.split([one.shape[1] for one in heads], 3)
-        return tuple(one.movedim(0, 2).flatten(2, 3).transpose(1, 2) for one in made)
+        arrived = parts.split([tensor.shape[1] for tensor in heads], 3)
+        return tuple(part.movedim(0, 2).flatten(2, 3).transpose(1, 2) for part in arrived)
 
     @functools.cached_property
     def qkv(self) -> tuple[Tensor, ...]:
@@ -346,10 +346,10 @@ class ExchangedHeads(SpreadHeads):
         sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is here if it has just been recomputed
         arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
         do, o = arrived if self.out is None else (*arrived, self.out)
-        *made, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
-        rows = iter(self.back(*(one for one in made if one is not None))) if need_dq or need_dkv else iter(())
+        *grads, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
+        rows = iter(self.back(*(grad for grad in grads if grad is not None))) if need_dq or need_dkv else iter(())
         dsinks = None
         if part is not None:
             dsinks = part.new_zeros(self.context.size * part.shape[0])
             dsinks[self.context.rank * part.shape[0] :][: part.shape[0]].copy_(part)
-        return *(None if one is None else next(rows) for one in made), dsinks
+        return *(None if grad is None else next(rows) for grad in grads), dsinks

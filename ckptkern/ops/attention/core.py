@@ -90,14 +90,14 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_is_exclusion: 
     pads = padding is not None and padding.dim() < 4
     padding = torch.atleast_2d(padding)[:, None, None] if pads else padding
     seen = added = None
-    for one, hides in ((mask, mask_is_exclusion), (padding, pads or mask_is_exclusion)):
-        if one is None:
+    for tensor, hides in ((mask, mask_is_exclusion), (padding, pads or mask_is_exclusion)):
+        if tensor is None:
             continue
-        if one.is_floating_point():
-            added = one if added is None else added + one
+        if tensor.is_floating_point():
+            added = tensor if added is None else added + tensor
         else:
-            one = ~one if hides else one
-            seen = one if seen is None else seen & one
+            tensor = ~tensor if hides else tensor
+            seen = tensor if seen is None else seen & tensor
     if added is not None:
         return added if seen is None else added.masked_fill(~seen, -math.inf)
     return seen
@@ -162,7 +162,9 @@ def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tupl
     asked = CoreCase(dtype == torch.float32, *case)
     kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
     names = {"efficient": "mem_efficient"}  # what torch's setting calls it
-    enabled = (one for one in kernels if getattr(torch.backends.cuda, f"{names.get(one, one)}_sdp_enabled")())
+    enabled = (
+        kernel for kernel in kernels if getattr(torch.backends.cuda, f"{names.get(kernel, kernel)}_sdp_enabled")()
+    )
     return tuple(kernel for kernel in enabled if _accepts(kernel, index, dtype, asked))
 
 

@@ -263,26 +263,26 @@ class CoreSublayer(Sublayer):
         """out and lse of the core, and the projections: raw and of all heads if `save_raw`."""
         source = self.source({})
         saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
-        made: Saved = {}
+        heads: Saved = {}
         for group in self.groups():
-            group.add_core(source, saved, save_raw, made)
-        return made | saved
+            group.add_core(source, saved, save_raw, heads)
+        return heads | saved
 
-    def add_core(self, source: Any, saved: Saved, save_raw: bool, made: Saved) -> None:
+    def add_core(self, source: Any, saved: Saved, save_raw: bool, heads: Saved) -> None:
         """Adds this group's out and lse to those of all heads."""
         out, lse, _ = self.attended(self.heads(source, saved, save_raw, backward=False)[0])
         if self.D_v < self.D:  # [B, H, S, D_v] (memory [B, S, H, D_v], not a view) of the core's [B, H, S, D]
             out = out[..., : self.D_v]
             out = eager.empty_heads(out).copy_(out)
         if self.count == 1:
-            made |= {"out": out, "lse": lse}
+            heads |= {"out": out, "lse": lse}
             return
-        if not made:
+        if not heads:
             H = out.shape[1] * self.count
-            made["out"] = eager.empty_heads(out[:, :1].expand(-1, H, -1, -1))
-            made["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * self.count, *lse.shape[2:]))
-        self.own(made["out"]).copy_(out)
-        self.own(made["lse"]).copy_(lse)
+            heads["out"] = eager.empty_heads(out[:, :1].expand(-1, H, -1, -1))
+            heads["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * self.count, *lse.shape[2:]))
+        self.own(heads["out"]).copy_(out)
+        self.own(heads["lse"]).copy_(lse)
 
     def filled(self, heads: Tensor) -> Tensor:
         """[..., D_v] or [..., D] with zeros up to D."""
@@ -323,12 +323,12 @@ class CoreSublayer(Sublayer):
         plan = self.plan(needed_names(type(self.t), needs), saved, f)
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
         grads.plan = plan
-        dy, made, raw = self.down_to_projections(dy, saved, f, grads)
+        dy, gradients, raw = self.down_to_projections(dy, saved, f, grads)
         dh = self.input_gradient(raw, grads)
-        made |= grads.results()
+        gradients |= grads.results()
         if dh is not None:
-            made |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
-        return self.finished(made, plan.need)
+            gradients |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
+        return self.finished(gradients, plan.need)
 
     def down_to_projections(
         self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
@@ -341,7 +341,7 @@ class CoreSublayer(Sublayer):
             saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
             grads.plan = self.plan(need, saved, f)
-        dy, df, made = self.branch_gradients(dy, f, need)
+        dy, df, after = self.branch_gradients(dy, f, need)
         f = None
         source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
         du = None
@@ -351,7 +351,7 @@ class CoreSublayer(Sublayer):
             of_heads = group.core_gradients(source, df, du, saved, grads)
             if of_heads:
                 group.add_projection_gradients(of_heads, source, grads)
-        return dy, made, getattr(source, "raw", None)
+        return dy, after, getattr(source, "raw", None)
 
     def do_and_o(
         self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
@@ -396,27 +396,27 @@ class CoreSublayer(Sublayer):
         do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, grads)
         if do is None:
             return {}
-        made = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
+        results = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
         if "o" not in plan.formed:
-            return made | {"heads": [None] * 3}
+            return results | {"heads": [None] * 3}
         if out.shape[-1] < self.D:
             out = eager.empty_heads(do).copy_(self.filled(out))
-        made["buffer"] = buffer = self.buffer() if self.writes_buffer else None
+        results["buffer"] = buffer = self.buffer() if self.writes_buffer else None
         outs = [None] * 3 if buffer is None else [place.transpose(1, 2) for place in buffer[1]]
         needs = dict(need_dq="q_heads" in plan.formed, need_dkv="k_heads" in plan.formed or "v" in plan.formed)
         options = dict(delta=delta, need_dsinks="sinks" in plan.need, out=outs, **needs)
         if self.o.context is not None:
-            *made["heads"], dsinks = heads.grads(self.p, do, out, lse, self.core, **options)
+            *results["heads"], dsinks = heads.grads(self.p, do, out, lse, self.core, **options)
         else:
             mask_shape = self.t.mask.shape if "mask" in plan.need else None
-            *made["heads"], dmask, _, dsinks = attention_grads(
+            *results["heads"], dmask, _, dsinks = attention_grads(
                 self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, **options
             )
             if dmask is not None:
                 self.add_part("mask", dmask, grads)
         if dsinks is not None:
             self.add_part("sinks", dsinks, grads)
-        return made
+        return results
 
     # -- layers
 
@@ -485,7 +485,7 @@ class CoreOp(SublayerOp):
         if o.context is not None:
             raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
         *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
-        out = eager.attention_reference(*(one.transpose(1, 2) for one in heads), sublayer_core(t, o)).transpose(1, 2)
+        out = eager.attention_reference(*(head.transpose(1, 2) for head in heads), sublayer_core(t, o)).transpose(1, 2)
         out = out if gate is None else out * torch.sigmoid(gate)
         out = out.reshape(*x.shape[:-1], t.wo.shape[1])
         f = reference_linear(out, t.wo, t.bo, update_of("o", row_count(x), t, o))

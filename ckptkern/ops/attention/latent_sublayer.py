@@ -264,10 +264,10 @@ class LatentSublayer(CoreSublayer):
 
     # -- backward
 
-    def add_projection_gradients(self, made: dict[str, Any], latents: Latents, grads: Gradients) -> None:
+    def add_projection_gradients(self, results: dict[str, Any], latents: Latents, grads: Gradients) -> None:
         """Adds the gradients of wq, wkvb and their biases, and to the totals of what they read and of k's rotated part, from
         those that `core_gradients` gave."""
-        dq, dk, dv = made.pop("heads")
+        dq, dk, dv = results.pop("heads")
         (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], self.count > 1
         H, formed, totals = self.o.num_heads, grads.plan.formed, grads.totals
         if "q" in formed:

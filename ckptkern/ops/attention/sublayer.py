@@ -89,10 +89,10 @@ class AttentionSublayer(CoreSublayer):
     def of_heads(self) -> dict[str, int]:
         """The tensors that a group has a part of, and the dimension that heads are along; those of projections are apart."""
         t = self.t
-        found = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
-        found |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
+        dims = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
+        dims |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
         norms = "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"
-        return found | {name: 0 for name in norms if (one := getattr(t, name)) is not None and one.dim() == 2}
+        return dims | {name: 0 for name in norms if (weight := getattr(t, name)) is not None and weight.dim() == 2}
 
     def group(self, index: int) -> AttentionSublayer:
         part = super().group(index)
@@ -102,14 +102,14 @@ class AttentionSublayer(CoreSublayer):
 
     @functools.cached_property
     def updates(self) -> dict[str, LowRank]:
-        made = {}
+        updates = {}
         for letter in LAYERS if self.o.lora else ():
             if (pair := update_of(letter, self.x.shape[0], self.t, self.o)) is not None:
-                made[letter] = pair
-        if self.index and "o" in made:
-            pair = made["o"]
-            made["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.o.num_heads * self.D))
-        return made
+                updates[letter] = pair
+        if self.index and "o" in updates:
+            pair = updates["o"]
+            updates["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.o.num_heads * self.D))
+        return updates
 
     def update(self, part: Projection) -> LowRank | None:
         pair = self.updates.get(part.letter)
@@ -208,23 +208,23 @@ class AttentionSublayer(CoreSublayer):
         """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless it was saved: so forward does, and
         backward, which then get the same bits."""
         out = saved["out"]
-        h, made = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
+        h, gated = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
         for group in self.groups():
             gate = torch.sigmoid(group.gate_alone(h, saved)).transpose(1, 2)
-            torch.mul(group.own(out), gate, out=group.own(made))
-        return made
+            torch.mul(group.own(out), gate, out=group.own(gated))
+        return gated
 
     # -- backward
 
     def gate_gradient(self, do: Tensor, out: Tensor, gate: Tensor) -> Tensor:
         """Returns the gradient of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the
         factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
-        made = (do * out).transpose(1, 2)
+        product = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
             context, core = self.o.context, self.core
             core = core if context is None else context.core_of_rows(core)
-            made = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
-        return (made * torch.sigmoid(-gate)).to(gate.dtype)
+            product = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
+        return (product * torch.sigmoid(-gate)).to(gate.dtype)
 
     def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """(dqkv as `project` lays it out, the places of dq, dk, dv in it)."""
@@ -240,23 +240,23 @@ class AttentionSublayer(CoreSublayer):
         if over_all_heads(weight, self.D):
             if self.angles[0] is not None:
                 dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
-            dx, *made = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
+            dx, *of_norm = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
             dx = dx.view(dy.shape)
         else:
             options = dict(kind=o.qk_norm, out=place, **needs)
-            dx, *made = self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
-        for field, grad in zip((name, f"{name}_bias"), made, strict=True):
+            dx, *of_norm = self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
+        for field, grad in zip((name, f"{name}_bias"), of_norm, strict=True):
             self.add_part(field, grad, grads)
         return dx
 
-    def projected_gradients(self, made: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
+    def projected_gradients(self, results: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
         """Returns the gradient of each projection [rows, outputs], from `made` by `core_gradients`, which is emptied; adds
         those of q's and k's norms.
 
         Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer.
         """
-        buffer, dgate, raw = made.pop("buffer", None), made.pop("gate"), made.pop("raw")
-        heads = [None if grad is None else grad.transpose(1, 2) for grad in made.pop("heads")]
+        buffer, dgate, raw = results.pop("buffer", None), results.pop("gate"), results.pop("raw")
+        heads = [None if grad is None else grad.transpose(1, 2) for grad in results.pop("heads")]
         if buffer is not None and self.o.context is None:  # where kernels wrote them
             heads = list(buffer[1])
         alone = len(self.projections) - (self.gate_letter == "g") == 3 and self.gate_letter != "q"
@@ -283,12 +283,12 @@ class AttentionSublayer(CoreSublayer):
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return ds
 
-    def add_projection_gradients(self, made: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
+    def add_projection_gradients(self, results: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
         """Adds the gradients of wq, wk, wv and wg, which are d^T rows of the rows that each projection reads, of their biases
         and low-rank updates, and to the totals of h and key_value, of several groups in float32; from the gradients of q, k, v
         that `core_gradients` gave."""
         (need, formed, _), layers = grads.plan, {False: [], True: []}
-        for part, d in zip(self.projections, self.projected_gradients(made, grads), strict=True):
+        for part, d in zip(self.projections, self.projected_gradients(results, grads), strict=True):
             if d is None:
                 continue
             letter, reads, pair, du = part.letter, "key_value" if part.of_key_value else "h", self.update(part), None
@@ -304,12 +304,12 @@ class AttentionSublayer(CoreSublayer):
                 if du is not None:
                     pair.add_input_gradient(self.p, du, total)
                 grads.totals[reads] = total
-        for of_key_value, found in layers.items():
-            for place, rows in self.read(h, of_key_value) if found else ():
-                for sums, letter, pair, d, du in found:
+        for of_key_value, group in layers.items():
+            for place, rows in self.read(h, of_key_value) if group else ():
+                for sums, letter, pair, d, du in group:
                     part_of_du = du if du is None else du[place]
                     self.add_to_sums(sums, letter, pair, d[place], part_of_du, rows, place.start or 0)
-            for sums, *_ in found:
+            for sums, *_ in group:
                 grads.written(sums)
 
     def input_gradient(self, latents: None, grads: Gradients) -> Tensor | None:

@@ -114,16 +114,16 @@ def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count:
         blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
     if t.wg is not None:
         blocks.append(("g", 0, t.wg.shape[0], False))
-    made = []
+    parts = []
     for letter, start, width, of_key_value in blocks:
         weight, bias = getattr(t, f"w{letter}"), getattr(t, f"b{letter}")
         if count == 1 and width == weight.shape[0]:
-            made.append(Projection(letter, weight, bias, of_key_value))
+            parts.append(Projection(letter, weight, bias, of_key_value))
             continue
         n = width // count
         rows = slice(start + index * n, start + (index + 1) * n)
-        made.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
-    return made
+        parts.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
+    return parts
 
 
 def split_heads(

@@ -52,7 +52,7 @@ class Dropout(Op):
         x, rng = tensors
         arguments, drop = dropout_arguments(rng, o.p), primitives(o.backend).dropout
         samples = rows_2d(x).split(x.shape[-2]) if o.row_step else (rows_2d(x),)
-        parts = [drop(one, *arguments, row_base=o.row_base + i * o.row_step) for i, one in enumerate(samples)]
+        parts = [drop(sample, *arguments, row_base=o.row_base + i * o.row_step) for i, sample in enumerate(samples)]
         return unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x), {}
 
     @staticmethod
@@ -65,7 +65,7 @@ class Dropout(Op):
         if not o.row_step:
             return eager.apply_dropout(x, arguments, o.row_base)
         return torch.stack(
-            [eager.apply_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
+            [eager.apply_dropout(sample, arguments, o.row_base + i * o.row_step) for i, sample in enumerate(x)]
         )
 
     @classmethod

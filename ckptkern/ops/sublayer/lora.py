@@ -150,12 +150,12 @@ def grouped_low_rank(
     precision: str,
 ) -> dict[str, GroupedLowRank]:
     """The updates that experts have, by layer. scales: of each of `layers`, nothing without updates."""
-    found = {}
+    updates = {}
     for layer, scale in zip(layers, scales, strict=bool(scales)):
         a, b = (cast_parameter(t[name], dtype) for name in names_of(layer))
         if a is not None:
-            found[layer] = GroupedLowRank(a.contiguous(), b.contiguous(), scale, precision)
-    return found
+            updates[layer] = GroupedLowRank(a.contiguous(), b.contiguous(), scale, precision)
+    return updates
 
 
 def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None, update: LowRank | None = None) -> Tensor:
@@ -171,9 +171,9 @@ def names_of(layer: str) -> tuple[str, str]:
 
 def updates_of(layers: Iterable[str]) -> type:
     """Creates a NamedTuple of these fields, by default None, for `with_fields`."""
-    made = NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
-    made._field_defaults = dict.fromkeys(made._fields)
-    return made
+    fields = NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
+    fields._field_defaults = dict.fromkeys(fields._fields)
+    return fields
 
 
 def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
@@ -185,7 +185,7 @@ def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> 
         return None
     place = layers.index(layer)
     scale, p = o.lora[2 * place : 2 * place + 2]
-    a, b = (cast_parameter(one, o.lora_dtype) for one in (a, b))
+    a, b = (cast_parameter(matrix, o.lora_dtype) for matrix in (a, b))
     return LowRank(a, b, scale, dropout_arguments(t.lora_rng if p else None, p), place * rows)
 
 
@@ -196,7 +196,7 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
     """
     if dtype != x.dtype or autocast_dtype(x) is not None:
         return dtype
-    return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None), dtype)
 
 
 # what `gather_lora` gives of a sublayer that has none
@@ -216,21 +216,21 @@ def gather_lora(
     if not isinstance(lora, Mapping):
         raise TypeError(f"{op}: lora must be a dict of ckptkern.LoRA by layer, not {type(lora).__name__}")
     tensors, numbers = {}, dict.fromkeys(layers or weights, (0.0, 0.0))
-    for name, given in lora.items():
+    for name, update in lora.items():
         if weights.get(name) is None:
-            known = ", ".join(repr(one) for one, weight in weights.items() if weight is not None)
+            known = ", ".join(repr(layer) for layer, weight in weights.items() if weight is not None)
             raise ValueError(f"{op}: lora has {name!r}, but the layers are {known}")
         layer = layer_of.get(name, name)
-        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", given, weights[name], x)
+        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", update, weights[name], x)
         tensors |= zip(names_of(layer), (a, b), strict=True)
     return tensors, tuple(itertools.chain(*numbers.values())) if lora else ()
 
 
-def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> LoRA:
-    given = given[:-1] if isinstance(given, ReplayedLoRA) else given
-    if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= 4:
-        raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(given).__name__}")
-    a, b, scale, p = LoRA(*given)
+def check_update(op: str, name: str, update: Any, weight: Tensor, x: Tensor) -> LoRA:
+    update = update[:-1] if isinstance(update, ReplayedLoRA) else update
+    if not isinstance(update, (tuple, list)) or not 2 <= len(update) <= 4:
+        raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(update).__name__}")
+    a, b, scale, p = LoRA(*update)
     check_number(op, f"the scale of {name}", scale)
     check_probability(op, p)
     for which, tensor in (("a", a), ("b", b)):

@@ -208,8 +208,8 @@ class Sublayer:
         for start, stop in chunks:
             rows = slice(start, stop)
             before = None if residual is None else residual[rows]
-            dx[rows], *made = self.p.norm_bwd(dy[rows], x[rows], weight, eps, kind, residual=before, **needs)
-            sums = [one if total is None else total.add_(one) for total, one in zip(sums, made, strict=True)]
+            dx[rows], *part = self.p.norm_bwd(dy[rows], x[rows], weight, eps, kind, residual=before, **needs)
+            sums = [grad if total is None else total.add_(grad) for total, grad in zip(sums, part, strict=True)]
         return dx, *sums
 
     def inputs(self) -> Tensor:
@@ -285,7 +285,7 @@ class Sublayer:
     ) -> dict[str, Tensor | None]:
         """Gradients by name of `read`, the input of the norm of this name, as "x", and of its weight and bias."""
         weight, bias = f"{norm}_weight", f"{norm}_bias"
-        made = self.norm_bwd(
+        grads = self.norm_bwd(
             dy,
             read,
             getattr(self.t, weight),
@@ -296,7 +296,7 @@ class Sublayer:
             need_dweight=self.dtype_of(weight, need),
             need_dbias=self.dtype_of(bias, need),
         )
-        return dict(zip(("x", weight, bias), made, strict=True))
+        return dict(zip(("x", weight, bias), grads, strict=True))
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
         """(gradient of x + z, that of the branch's last matmul in its dtype, those of the parameters between) from dy.
@@ -418,7 +418,7 @@ class RowsOp(SublayerOp):
         sums = sublayer.sums(need, len(chunks))
 
         def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
-            return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
+            return part.backward(dy[rows], {name: tensor[rows] for name, tensor in saved.items()}, need, sums)
 
         if len(chunks) == 1:
             grads = sublayer.backward(dy, saved, need, sums)
