@@ -486,40 +486,29 @@ def moe_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes an MoE layer with its router and everything around it, as one region; returns (y, router_logits).
+    """Computes a mixture-of-experts sublayer with its router as one region; returns (y, router_logits).
 
-        h = norm(x) * (1 + norm_scale) + norm_shift;  logits = h router_weight^T + router_bias;  s = scoring(logits)
-        index = top_k of s + score_bias;  w = s[index] [/ sum of these] * routed_scaling_factor
-        f = moe_mlp(h, index, w, ...) + sigmoid(h shared_expert_gate^T) * shared(h)
-        z = drop_path(layer_scale * post_norm(dropout(f)))
-        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
+        logits = h router_weight^T + router_bias;  s = scoring(logits);  index = top_k of s + score_bias
+        w = s[index] [/ sum of these] * routed_scaling_factor
+        f = moe_mlp(h, index, w, ...) + sigmoid(h shared_expert_gate^T) * shared(h);  h and y as in mlp_block
 
-    x [..., d], router_weight [E, d], router_bias [E] or None -> y [..., d], router_logits [tokens, E] in router_dtype, both
-    with gradients: those of a load-balancing loss or a z-loss of the logits are added to those of y. Experts as in moe_mlp:
-    gate_up_weight [E, 2 n, d], down_weight [E, d, n], biases [E, 2 n] and [E, d]. float16, bfloat16, float32; float64 in
-    PyTorch ops; autocast's dtype inside torch.autocast.
+    x [..., d], router_weight [E, d] -> y [..., d], router_logits [tokens, E], both differentiable. Experts: see moe_mlp.
+    scoring: "softmax" over all experts, or "sigmoid" of each, in float32.
+    normalize: divides the k weights by their sum (Mixtral, arXiv 2401.04088).
+    score_bias: [E], for the choice alone, without a gradient (DeepSeek-V3, arXiv 2412.19437).
+    num_groups, top_groups: a token chooses within the top_groups best of num_groups equal groups.
+    group_score: the sum of a group's two best scores ("top2"), or its best ("max", DeepSeek-V2).
+    router_dtype: of logits; torch.float32 upcasts h and router_weight.
+    shared_expert_gate: [1, d] (Qwen2-MoE). The shared expert is a gated MLP, or a plain one without shared_gate_weight.
+    lora: "gate_up", "down" as in moe_mlp; "shared_gate", "shared_up", "shared_down" as in mlp_block.
 
-    scoring: "softmax" over all experts, or "sigmoid" of each; in float32. normalize: the k weights are divided by their sum;
-    with a softmax they are then the softmax of the chosen logits (Mixtral, arXiv 2401.04088). score_bias: [E], added for the
-    choice alone; it gets no gradient (DeepSeek-V3, arXiv 2412.19437). num_groups, top_groups: a token chooses within the
-    top_groups best of num_groups groups of equal size, by the sum of a group's two best scores (group_score "top2",
-    DeepSeek-V3) or by its best ("max", DeepSeek-V2). router_dtype: torch.float32 upcasts h and router_weight before the
-    matmul; None: the compute dtype. shared_*: a gated MLP of all tokens, of any width, or without shared_gate_weight a plain
-    one; shared_expert_gate: [1, d] (Qwen2-MoE). lora: low-rank updates of the experts' "gate_up" and "down", as in moe_mlp, and
-    of "shared_gate", "shared_up" and "shared_down", as in mlp_block.
-    Norms, layer_scale, residual and dropouts: as in mlp_block.
+    Norms, layer_scale, residual and dropouts: see mlp_block.
 
-    recompute: what is saved for backward besides parameters:
+    recompute: what is saved besides x and the choice of experts, which rounding could change in recompute:
 
-        "none"       x, g and u of the chosen experts, the shared expert's g, u and h, routing
-        "selective"  the same without the shared h
-        "full"       x, routing
+        "none"       g and u of the chosen experts; g, u and h of the shared expert
+        "selective"  the same without h
+        "full"       nothing
 
-    Routing is the choice itself, int16 for each token-expert pair (int32 from 32,768 experts on): it is saved, because a
-    matmul that rounds otherwise in recompute could turn it. Norm, logits and weights are always recomputed. Backward
-    recomputes the shared expert's result for its gate, and f for a norm behind it and a trained layer_scale, by one matmul
-    of each, at "full" by all. Second order takes forward's choice, too. Nothing waits for the host on a GPU.
-    workspace: bytes of transient memory in each pass, tokens in equal chunks of 128 at least. Default: ckptkern.workspace.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
-    (backend).
+    Raises: see Conventions.
     """

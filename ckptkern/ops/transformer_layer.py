@@ -236,28 +236,25 @@ def transformer_layer(
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x,
-    residual=False); with a router_weight among mlp_arguments moe_block(attention_block(x)), which returns (y, router_logits).
+    """Computes a transformer layer as one region, which also recomputes the tensors between its sublayers.
 
-    cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
-    attention_arguments with a kv_a_weight are those of latent_attention_block, which takes the place of attention_block
-    (DeepSeek, MiniCPM3) and saves what it saves. Neither it nor an MoE goes with cross_attention_arguments.
+        y = mlp_block(attention_block(x))       parallel: y = attention_block(x) + mlp_block(x, residual=False)
 
-    x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
-    cross_attention_arguments and mlp_arguments: the arguments of attention_block and of mlp_block or moe_block by name,
-    without x, training, recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are
-    added (GPT-NeoX, GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for
-    backward besides parameters:
+    x as in attention_block -> y of the same shape.
+    attention_arguments, mlp_arguments: the two functions' arguments by name, without x, training, recompute and workspace;
+    `residual` is True by default. With kv_a_weight, latent_attention_block runs; with router_weight, moe_block, and the
+    layer returns (y, router_logits).
+    cross_attention_arguments: those of a second attention_block, with key_value (a decoder layer); not with parallel,
+    latent attention or experts.
+    parallel: both sublayers read x (GPT-NeoX, GPT-J). To share a norm, pass its tensors to both.
+    recompute: what is saved besides x, key_value, masks, tables and the choice of experts:
 
-        "none"       what the two blocks save at "none", and what passes between them, if it does
-        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o; with a gate by its, too
-        "full"       x
+        "none"       what the sublayers save at "none", and the tensors between them
+        "selective"  o, lse: one matmul recomputes the MLP's input from o
+        "full"       nothing
 
-    and key_value itself, and of an MoE the routing. "none" and "selective" save these of both attentions. A pair of modes, of
-    the attentions and of the MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is
-    "selective" with what passes between the sublayers saved, ("full", "none") recomputes attention alone.
-    workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block; beside them are, in backward, o
-    and what passes between the sublayers. Raises as the two blocks do.
+    A pair, such as ("full", "none"), has the modes of attention and MLP, each then a region that saves its input.
+    Raises: see Conventions.
     """
     op = "transformer_layer"
     latent = isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments

@@ -129,29 +129,25 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     workspace: int | str | None = None,
 ) -> Tensor:
-    """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
+    """Computes dropout(softmax(scale q k^T + mask)) v, as torch.nn.functional.scaled_dot_product_attention.
 
-    query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; fewer dimensions and more batch
-    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Saved for backward:
-    q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
+    query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; other dimensions as in torch. Head dims
+    beyond 256 run in PyTorch ops. Saves q, k, v, the output and the logsumexp [B, H, Sq] in float32.
 
-    attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Additive
-    ones may be trained (T5's and Swin's biases): two more matmuls in the kernels' backward, and only the mask is saved.
-    torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) set a bound and are not read.
-    window_size = (left, right): row i sees i - left <= j <= i + right, and -1 is no bound. is_causal is (-1, 0); with an
-    attn_mask pass the window instead. Both align top-left.
-    alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
-    applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
-    sinks [H]: trained logits of which a head's takes part in its softmax's denominator alone (GPT-OSS, as its modelling code in
-    transformers): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). dsink = -sum of exp(sink - lse) rowsum(do o).
-    workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
-    "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
-    share one of key. Kernels write none of it out, but cuDNN's and the memory-efficient one copy a mask of keys, [B, 1, 1, Sk];
-    a mask with rows of queries takes ours.
-    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
-    gives the mean of the values (zeros with sinks), as in torch, and no gradient from the kernels.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
-    CausalBias together with is_causal, workspace), RuntimeError (attn_mask together with is_causal; backend).
+    attn_mask: bool (True = keep), additive, broadcastable to [B, H, Sq, Sk], or a CausalBias. An additive mask may be
+    trained: two more matmuls in backward.
+    dropout_p: always applies, as in torch.
+    window_size: (left, right): row i sees columns i - left to i + right; -1 is no bound. is_causal is (-1, 0); with an
+    attn_mask pass the window. Both align top-left.
+    alibi_slopes: [H] or [B, H], adds -slope |i - j|. Trained slopes run in PyTorch ops.
+    softcap: caps scores s, before masks, to softcap tanh(s / softcap) (Gemma 2).
+    sinks: [H], trained logits in the denominators (GPT-OSS): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)).
+    workspace: for scores, masks and biases in PyTorch ops; kernels write none of these.
+
+    A row that sees no column gives zeros and zero gradients. A row masked by a large finite number (-1e9) gives the mean of
+    the values (zeros with sinks), without a gradient from the kernels.
+
+    Raises: see Conventions; RuntimeError for attn_mask with is_causal.
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
@@ -319,17 +315,17 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention within sequences of different lengths, packed without padding (torch.nn.attention.varlen.varlen_attn).
+    """Computes attention within packed sequences, as torch.nn.attention.varlen.varlen_attn.
 
-    query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]; cu_seq_q, cu_seq_k int32 [N + 1]: sequence n has the
-    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length, so that the device is not read. Rows in
-    no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
-    window_size = (left, right) is as in scaled_dot_product_attention, but aligned bottom-right, as in torch's varlen_attn:
-    the last query of a sequence sees its last key. is_causal is (-1, 0).
-    Saved for backward: q, k, v, the output, and the logsumexp. Paged caches (torch's cu_seq_k=None, block_table) are not
-    supported.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (window_size),
-    RuntimeError (backend).
+    query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]. Saves q, k, v, the output and the logsumexp.
+
+    cu_seq_q, cu_seq_k: int32 [N + 1]: sequence n has the rows cu_seq[n] to cu_seq[n + 1] - 1.
+    max_q, max_k: the longest sequence's length. Rows beyond it, or in no sequence, give zeros and zero gradients.
+    window_size: as in scaled_dot_product_attention, but aligned bottom-right, as in torch.
+
+    Paged caches (cu_seq_k=None, block_table) are not supported.
+
+    Raises: see Conventions.
     """
     op = "varlen_attn"
     query, key, value = _cast_qkv(op, query, key, value, packed=True)

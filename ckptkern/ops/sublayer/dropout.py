@@ -79,10 +79,9 @@ _apply = build(Dropout)
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1/(1-p), as torch.nn.functional.dropout.
 
-    x [..., n], any floating dtype. p is rounded to k/65536. Saved for backward: 16 bytes, drawn from torch's generator
-    (torch.manual_seed reproduces them). Returns x itself where p is 0 or training is false.
-    Raises ValueError for p outside [0, 1], DtypeError for an input that is not floating point,
-    LayoutError for one that is not dense (ckptkern.errors).
+    x [..., n] has any floating dtype. torch.manual_seed reproduces the mask. Returns x itself if p is 0 or training is
+    False.
+    Raises: see Conventions.
     """
     check_probability("dropout", p)
     if not training or p == 0.0:

@@ -30,9 +30,10 @@ from .dropout import dropout_arguments
 class LoRA(NamedTuple):
     """Describes a low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
 
-    a [r, in_features], b [out_features, r]; dropout_p: of the update's own input. (Hu et al. 2021, arXiv 2106.09685; in peft
-    a is lora_A.weight, b lora_B.weight, and scale lora_alpha / r.) Of experts: a [E, r, in_features], b [E, out_features, r],
-    without dropout.
+    a, b: [r, in_features] and [out_features, r] (arXiv 2106.09685); of experts [E, r, in_features] and [E, out_features,
+    r].
+    scale: lora_alpha / r in peft.
+    dropout_p: dropout of the update's input; 0 for experts.
     """
 
     a: Tensor
