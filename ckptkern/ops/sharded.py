@@ -38,7 +38,8 @@ PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branc
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's place in a tensor-parallel group. sequence: x is split over its rows too."""
+    """This rank's place in a tensor-parallel group. group: its name for torch's functional collectives; sequence: whether x
+    is split over its rows too."""
 
     group: str  # its name, as torch's functional collectives take it
     rank: int
@@ -51,7 +52,7 @@ class Shard:
     # -- collectives
 
     def gathering(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts the collective of G x, of x [..., S, d]; what it returns waits for it and gives G x."""
+        """Starts the collective of G x, for x [..., S, d]; returns a function that waits for it and returns G x."""
         if not self.sequence:
             return lambda: x
         lead, (S, d) = x.shape[:-2], x.shape[-2:]
@@ -67,7 +68,8 @@ class Shard:
         return finished
 
     def reducing(self, y: Tensor) -> Callable[[], Tensor]:
-        """Starts the collective of R y, of y [..., S, d] with all rows; what it returns waits for it and gives R y."""
+        """Starts the collective of R y, for y [..., S, d] with all rows; returns a function that waits for it and returns R
+        y."""
         if not self.sequence:
             return self.summing(y)
         if y.dim() > 2:
@@ -82,12 +84,12 @@ class Shard:
         return finished
 
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
-        """Starts the sum of y over the group; what it returns waits for it and gives it."""
+        """Starts the sum of y over the group; returns a function that waits for it and returns it."""
         total = _c10d.all_reduce(y.contiguous(), "sum", self.group)
         return lambda: _c10d.wait_tensor(total)
 
     def summed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """These tensors, equal on all ranks; their gradients are the sums of what each rank makes of them."""
+        """Returns tensors that are equal on all ranks, with gradients summed over the ranks."""
         if not torch.is_grad_enabled():
             return tensors
         results = iter(Summed.apply(self, *wanted) if (wanted := [t for t in tensors if t.requires_grad]) else ())
@@ -99,23 +101,24 @@ class Shard:
         return x.shape[-2] * (self.size if self.sequence else 1)
 
     def whole(self, x: Tensor) -> Tensor:
-        """A tensor of the shape, dtype and device of G x, for checks."""
+        """Returns a tensor of the shape, dtype and device of G x, for checks."""
         return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
 
     def first_row(self, x: Tensor) -> tuple[int, int]:
-        """Returns, among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
+        """Returns (the first row of x's first sample, the distance to the next sample's) among the unsharded rows; distance
+        0 for one sample."""
         if not self.sequence:
             return 0, 0
         return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
 
     def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
-        """Returns this rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
+        """Returns this rank's `count` along dim, or the tensor itself if it has no more."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
 
     # -- sublayers
 
     def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments: Any) -> Tensor:
-        """alone: is x read by no other sublayer?"""
+        """Computes attention_block. alone: whether no other sublayer reads x."""
         t, o = gather_attention(
             "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
         )
@@ -141,7 +144,7 @@ class Shard:
         return t
 
     def check_alike(self, state: Tensor) -> None:
-        """Raises a RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+        """Raises RuntimeError on a CPU; on a GPU, a device-side assertion, for which the host does not wait."""
         states = _c10d.all_gather_into_tensor(state, self.size, self.group)
         states = _c10d.wait_tensor(states).view(self.size, -1)
         alike = (states == states[0]).all()
@@ -155,8 +158,8 @@ class Shard:
             raise RuntimeError(message)
 
     def sublayer(self, across, x: Tensor, t: Any, o: Any, bias: str, alone: bool, **place: int) -> Tensor:
-        """around(x, R f(G x)) of a sublayer. x + R f(G x) is one node of the graph, which adds the gradients of x itself;
-        autograd adds them, in its own order, if another sublayer reads x."""
+        """Returns around(x, R f(G x)). One node of the graph computes x + R f(G x) and adds x's own gradients; if another
+        sublayer reads x, autograd adds them in its own order."""
         inner = dict(NOTHING_AROUND, **{bias: None})
         options = dict(PLAIN_AROUND, **place)
         if o.norm and not o.norm_first:
@@ -176,8 +179,7 @@ class Shard:
     # -- what the ops' arguments are on this rank
 
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and
-        gates."""
+        """Returns the arguments with this rank's heads of packed weights, masks, slopes, sinks and gates."""
         own, H = dict(arguments), arguments["num_heads"]
         H_kv = H if own["num_kv_heads"] is None else own["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
@@ -208,8 +210,8 @@ class Shard:
         return self.with_vectors(own)
 
     def with_vectors(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with vectors of each sample whose gradients are sums over ranks: over those of the branch, of a gate
-        over rows."""
+        """Returns the arguments with vectors of samples whose gradients are summed over ranks. A norm's vectors have
+        partial sums of the branch; in sequence parallel layer_scale has partial sums of rows."""
         if arguments["lora"]:
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         gate = ("layer_scale",) if self.sequence else ()
@@ -224,7 +226,7 @@ class Shard:
         return self.part(mask, -3, heads) if mask.dim() > 2 and mask.shape[-3] == H else mask
 
     def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with this rank's hidden units, of weights that hold all (gate and up in one)."""
+        """Returns the arguments with this rank's hidden units, of gate and up weights that hold all."""
         own, count = dict(arguments), arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
             if own[name] is not None:
@@ -233,7 +235,7 @@ class Shard:
 
 
 class Summed(torch.autograd.Function):
-    """Identity; the gradients are summed over the group, in one all-reduce for each dtype."""
+    """Identity with gradients summed over the group, by one all-reduce for each dtype."""
 
     @staticmethod
     def forward(ctx, shard, *tensors):

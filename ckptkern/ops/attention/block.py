@@ -1,5 +1,5 @@
-"""attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around them, as one region."""
+"""Defines attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection, and
+what is around them, as one region."""
 
 from __future__ import annotations
 

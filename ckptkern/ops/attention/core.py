@@ -1,4 +1,4 @@
-"""The core of attention: softmax(scale q k^T + mask) v, forward and backward, and whose kernel it is."""
+"""Core attention, softmax(scale q k^T + mask) v, forward and backward, and the choice of its kernel."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..sublayer.dropout import dropout_arguments
 
 
 class CoreTensors(NamedTuple):
-    """What the core reads besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], sinks [H], the
-    dropout state, and where packed sequences begin, int32 [N + 1]."""
+    """Holds the core's inputs besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], sinks [H],
+    the dropout state, and the bounds of packed sequences, int32 [N + 1]."""
 
     mask: Tensor | None = None
     slopes: Tensor | None = None
@@ -36,9 +36,9 @@ class CoreTensors(NamedTuple):
 
 
 class CoreOptions(NamedTuple):
-    """The core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences;
-    fused: torch's own kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, of the dropout mask; workspace:
-    AttentionCore's, bytes for what PyTorch ops write out of scores."""
+    """Holds the core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed
+    sequences; fused: the name of torch's kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, for
+    the dropout mask; workspace: AttentionCore's, bytes of scores in PyTorch ops."""
 
     dropout_p: float
     scale: float
@@ -56,7 +56,7 @@ class CoreOptions(NamedTuple):
 
 
 def core_of(t: CoreTensors, o: Any) -> eager.AttentionCore:
-    """The core as the launchers take it. o: options that CoreOptions has.
+    """Returns the core as launchers take it. o: options with the fields of CoreOptions.
 
     A bool mask is viewed as int8 here, inside the ops, because torch 2.11's inductor cannot compile that view.
     """
@@ -82,10 +82,10 @@ def core_of(t: CoreTensors, o: Any) -> eager.AttentionCore:
 
 
 def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_is_exclusion: bool = False) -> Tensor | None:
-    """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides) or a second
+    """Merges attn_mask, broadcastable to [B, H, S, S], with key_padding_mask [B, S] (True hides) or with a second
     attn_mask.
 
-    It is recomputed in backward. Saved are the masks that were given, which all layers of a model share.
+    Backward merges again: the given masks are saved, because all layers of a model share them.
     """
     pads = padding is not None and padding.dim() < 4
     padding = torch.atleast_2d(padding)[:, None, None] if pads else padding
@@ -113,7 +113,7 @@ FLASH_HEAD_DIMS = range(8, 257, 8)
 
 
 class CoreCase(NamedTuple):
-    """What the choice of a kernel depends on. bounded: with a window, causal is one; windowed: and not causal."""
+    """The key by which a kernel is chosen. bounded: has a window, such as causal; windowed: has a window other than causal."""
 
     float32: bool
     D: int
@@ -125,11 +125,12 @@ class CoreCase(NamedTuple):
 
 
 def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]:
-    """Which of torch's own kernels to try, in order; then the backend's.
+    """Returns torch's kernels to try, in order, before the backend's.
 
-    float32 without TF32 has one kernel, memory-efficient attention: ours take tiles of 32 x 32 and FMA there. A mask goes to
-    cuDNN and to it; torch never gives them one together with causal. Windows and packed sequences go to flash attention.
-    Nothing here has dropout: torch's forward takes no seed, so a recompute could not sample forward's mask again.
+    float32 without TF32 has only memory-efficient attention: our kernels take tiles of 32 x 32 and FMA there. Masks go to
+    cuDNN and to memory-efficient attention; torch never gives either a mask together with causal. Windows and packed
+    sequences go to flash attention. Dropout goes to no kernel of torch: its forward takes no seed, so recompute could not
+    sample the same mask.
     """
     plain = not (case.windowed or case.packed or (case.masked and case.bounded))
     if case.float32:
@@ -141,7 +142,7 @@ def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]
 
 @functools.cache
 def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase) -> bool:
-    """Does torch's own rule let `kernel` run such heads on this device, with this build and this cuDNN?"""
+    """Returns whether torch lets `kernel` run such heads on this device, with this build and this cuDNN."""
     # In this mode torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
@@ -158,7 +159,7 @@ def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase)
 
 
 def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tuple[str, ...]:
-    """`kernel_order` without what the user disables or torch refuses."""
+    """Returns `kernel_order` without kernels that the user disables or torch refuses."""
     asked = CoreCase(dtype == torch.float32, *case)
     kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
     names = {"efficient": "mem_efficient"}  # what torch's setting calls it
@@ -185,18 +186,19 @@ def fused_core(
     masks: Sequence[Tensor | None] = (),
     cu: Tensor | None = None,
 ) -> str:
-    """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
+    """Returns the name of torch's kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's
+    kernel.
 
-    precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
-    slopes, dropout, softcap, not sinks. The backend's kernel runs
+    precision: of float32, `matmul_precision`. masks: merged into the core's mask. cu: of packed sequences. others: slopes,
+    dropout, softcap, but not sinks. The backend's kernel runs
     - if any of the others is not None, or a mask is trained, has several heads or rows of queries, of which torch's kernel
       reads a copy that no workspace counts, or is a float of another dtype, which the backend's kernel adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
     - in float32 unless the precision is known to be "ieee";
     - with a bound, unless Sq = Sk or packed: flash attention aligns bottom-right.
-    cuDNN's does not run without causal's bound if the number of keys is not a multiple of 128: its backward has given NaN for
-    some (pytorch#196678). All save o and lse, so saved sets do not depend on the choice.
+    cuDNN's kernel does not run without causal's bound if the number of keys is not a multiple of 128: its backward has
+    given NaN for some (pytorch#196678). All kernels save o and lse, so the choice does not change what is saved.
     """
     if (
         x.is_meta
@@ -237,8 +239,8 @@ def fused_core(
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
-    """(o, lse, delta) of the core; delta only if `do` is given and the core's backward reads it, not with sinks, which change
-    the o that it is made of. p: the backend's module."""
+    """Returns (o, lse, delta) of the core. p: the backend's module. delta is computed only if `do` is given, the core's
+    backward reads it, and there are no sinks, which change o."""
     p = eager if core.fused else p
     wants_delta = do is not None and not core.fused and not (p is eager and eager.flash_on_cpu(q, k, core))
     o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta and core.sinks is None else None)
@@ -265,11 +267,11 @@ def attention_grads(
     need_dsinks=False,
     out=(None,) * 3,
 ) -> tuple:
-    """(dq, dk, dv, dmask, dslopes, dsinks [H] in float32) from o and lse, by the kernel that ran forward.
+    """Returns (dq, dk, dv, dmask, dslopes, dsinks [H] in float32) from o and lse, by the kernel that ran forward.
 
-    out: tensors that dq, dk, dv are written to; torch's own kernels may make new ones instead. delta: from `attend`, if at
-    hand. dmask_shape: of the mask that trains, None if none does; core.mask is it, or its sum with others. need_dslopes: in
-    PyTorch ops only.
+    out: tensors to write dq, dk, dv into; torch's kernels may return new ones instead. delta: from `attend`, or None.
+    dmask_shape: the trained mask's shape, or None; core.mask is that mask, or its sum with others. need_dslopes: in PyTorch
+    ops only.
     """
     needs, dsinks = dict(need_dq=need_dq, need_dkv=need_dkv), None
     if need_dsinks:
@@ -297,8 +299,8 @@ def check_sinks(op: str, sinks: Tensor, x: Tensor, H: int) -> None:
 
 
 def in_context_parallel() -> bool:
-    """Is torch.distributed's context_parallel on? It splits sequences over ranks, and puts an attention that sees them all in
-    the place of torch.nn.functional.scaled_dot_product_attention alone."""
+    """Returns whether torch.distributed's context_parallel is on. It splits sequences over ranks, and replaces only
+    torch.nn.functional.scaled_dot_product_attention by attention over all ranks."""
     return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed")
 
 
@@ -306,7 +308,7 @@ in_context_parallel._dynamo_marked_constant = True  # as _constant_kernels
 
 
 def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
-    """takes_parts: attends over the ranks of a ckptkern.parallel.ContextParallel."""
+    """Raises NotImplementedError in torch's context_parallel, and in ours unless the op `takes_parts` of a sequence."""
     if not takes_parts:
         refuse_context(op)
     if in_context_parallel():

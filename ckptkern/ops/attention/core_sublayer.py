@@ -1,5 +1,5 @@
-"""What a sublayer of attention and one of latent attention do alike around core attention, in forward and backward, and their
-ops. What a backward forms follows from a table of the sublayer's quantities (`Table`, `plan_of`)."""
+"""Computes around core attention what sublayers of attention and of latent attention share, forward and backward, and
+defines their ops. A table of the sublayer's quantities decides what a backward computes (`Table`, `plan_of`)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ Saved = dict[str, Tensor | None]  # by name
 
 
 def linear_operands(rows: str, letter: str) -> dict[str, tuple[str, ...]]:
-    """The operands of a linear layer of `rows`, with its low-rank update. letter: names the layer, as "q" names wq and bq."""
+    """Returns the operands of a linear layer that reads `rows`, and of its low-rank update. letter: names the layer, as "q"
+    names wq and bq."""
     return {rows: (), f"b{letter}": ()} | dict.fromkeys((f"w{letter}", *names_of(letter)), (rows,))
 
 
 def norm_operands(rows: str, norm: str, normed: bool) -> dict[str, tuple[str, ...]]:
-    """The operands of a norm, or of a rotation alone, which reads nothing. norm: names its weight and its bias."""
+    """Returns the operands of a norm and rotation; without a norm their gradients read no value. norm: the name of the
+    weight."""
     return dict.fromkeys((rows, norm, f"{norm}_bias"), (rows,) if normed else ())
 
 
 def input_operands(trailing: bool) -> dict[str, tuple[str, ...]]:
-    """The operands of h, what the branch reads: x is at hand."""
+    """Returns the operands of h, the branch's input; their gradients read only x, which is always saved."""
     return dict.fromkeys(("x",) if trailing else ("x", *OF_NORM), ())
 
 
 def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
-    """The quantities from the core on: o, with the gate g, the branch's result f, what is added to x, the sublayer's output."""
+    """Returns the table from core attention to the output: o, the gated o, the branch's result f, z, which is added to x,
+    and y."""
     heads = "q_heads", "k_heads", "v", "o"
     after = dict.fromkeys(("post_norm_weight", "post_norm_bias", "layer_scale"), ("f",))
     return {
@@ -57,8 +60,8 @@ def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
 
 
 class Plan(NamedTuple):
-    """What a backward does. need: the inputs whose gradients are asked for. formed: these, and the quantities whose gradients
-    lead to them. values: the quantities that it reads, and what those that were not saved are recomputed from."""
+    """The plan of a backward. need: the inputs whose gradients are requested; formed: these and the quantities whose
+    gradients lead to them; values: the quantities to read or to recompute."""
 
     need: frozenset[str]
     formed: frozenset[str]
@@ -67,8 +70,8 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], saved: frozenset[str]) -> Plan:
-    """Follows the table of a sublayer with this layout: forward for gradients, backward for values. saved: quantities that are
-    at hand."""
+    """Follows the table of a sublayer with this layout, forward for gradients and backward for values. saved: the
+    quantities that need no recompute."""
     quantities, formed = table(*layout), set(need)
     for name, operands in quantities.items():
         if not formed.isdisjoint(operands):
@@ -83,11 +86,11 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
 
 
 class Gradients:
-    """Gradients, by name, of parameters whose parts are read one after another: the part of each at its `place` in one tensor,
-    or, where all read the same, a sum in float32, rounded once.
+    """Collects gradients of parameters by name, over groups of heads. Each group writes its part at its `place` of one
+    tensor; where all groups read the same weight, a float32 sum is rounded once.
 
-    t: the parameters, a NamedTuple; parts: how often a sum is added to. A gradient that was added to a main_grad is None.
-    totals: the gradients of what projections read, summed over groups of heads.
+    t: the parameters, a NamedTuple; parts: the number of addends of a sum. A gradient that was added to a main_grad is
+    None. totals: the gradients of the projections' inputs, summed over groups.
     """
 
     plan: Plan
@@ -100,20 +103,20 @@ class Gradients:
         self.totals: dict[str, Tensor] = {}
 
     def whole(self, name: str) -> Tensor:
-        """The tensor in which parts of a gradient are written."""
+        """Returns the tensor that the parts of a gradient are written into."""
         if name not in self.wholes:
             parameter = getattr(self.t, name)
             self.wholes[name] = parameter.new_empty(parameter.shape)
         return self.wholes[name]
 
     def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
-        """What sums the gradient of the weight's part over chunks; `written` when it is complete."""
+        """Returns the sum over chunks for the weight's part at `place`; pass it to `written` when complete."""
         weight = getattr(self.t, name)
         whole = None if place is None or main_grad_of(weight) is not None else functools.partial(self.whole, name)
         return WeightGrad(weight, chunks, place=place, whole=whole)
 
     def written(self, sums: dict[str, WeightGrad]) -> None:
-        """Takes those of the sums that nothing more is added to."""
+        """Stores the results of complete sums."""
         for name, grad in sums.items():
             if name not in self.sums:
                 result, before = grad.result(), self.grads.get(name)
@@ -123,13 +126,13 @@ class Gradients:
                     self.grads[name] = result
 
     def sum_of(self, name: str) -> WeightGrad:
-        """What sums the gradient of a weight that all parts read."""
+        """Returns the sum for a weight that all parts read."""
         if name not in self.sums:
             self.sums[name] = WeightGrad(getattr(self.t, name), self.parts)
         return self.sums[name]
 
     def put(self, name: str, grad: Tensor | None, place: Place | None) -> None:
-        """The gradient of the part at `place`."""
+        """Stores the gradient of the part at `place`, None for the whole."""
         if place is None or grad is None:
             self.grads[name] = grad
         else:
@@ -137,7 +140,7 @@ class Gradients:
             whole[place] = grad
 
     def add(self, name: str, grad: Tensor | None) -> None:
-        """Adds to a sum that is not rounded here."""
+        """Adds to a sum that is rounded later."""
         before = self.grads.get(name)
         self.grads[name] = grad if before is None else before.add_(grad)
 
@@ -146,7 +149,7 @@ class Gradients:
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
+    """Returns (cos, sin): the given tables, tables computed from theta (in forward and again in backward), or (None, None)."""
     context, whole = o.context, S if o.context is None else S * o.context.size
     if o.theta:
         positions = positions_of(whole, t.wo.device, t.cu)
@@ -158,7 +161,7 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
 
 
 def update_of(letter: str, rows: int, t: Any, o: Any) -> LowRank | None:
-    """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
+    """Returns the low-rank update of wq, wk, wv or wo, for `rows` rows of x, or None."""
     return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
@@ -171,15 +174,15 @@ def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
 
 
 class CoreSublayer(Sublayer):
-    """What a sublayer around core attention computes, for one input: every quantity once, from x and what was saved.
+    """Computes a sublayer around core attention for one input: every quantity once, from x and the saved tensors.
 
-    The heads are computed in `groups`, each of which is such a sublayer with the parts of weights, masks and slopes of its
-    heads. Around them, from x to h and from o to the output, is the sublayer of all heads. Subclasses have
+    `groups` yields sublayers of groups of heads, with their parts of weights, masks and slopes. The sublayer of all heads
+    computes what lies around them, from x to h and from o to the output. Subclasses define
 
     table, layout          the quantities (`plan_of`)
-    saved_as               which of them each saved tensor holds
-    division, of_heads     how many groups there are, and along which dimension of a tensor its heads are
-    source, source_values  what projections read, and which quantities it is for
+    saved_as               the quantities in each saved tensor
+    division, of_heads     the number of groups, and the dimension of each tensor along which its heads lie
+    source, source_values  the input of the projections, and the quantities that need it
     projected              q, k, v of all heads, as they are saved
     reference_heads        (h, t, o) -> q, k, v [B, S, heads, D], the gate of o or None, in differentiable PyTorch ops
     heads                  q, k, v as the core reads them
@@ -215,7 +218,7 @@ class CoreSublayer(Sublayer):
     # -- groups of heads
 
     def groups(self) -> Iterator[Any]:
-        """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
+        """Yields the sublayer itself if it fits the workspace, else the sublayers of its groups of heads."""
         return iter((self,)) if self.division.groups == 1 else map(self.group, range(self.division.groups))
 
     def group(self, index: int) -> Any:
@@ -240,12 +243,12 @@ class CoreSublayer(Sublayer):
         return part
 
     def own(self, heads: Tensor, dim: int = 1) -> Tensor:
-        """This group's part of what has all heads along `dim`."""
+        """Returns this group's part of a tensor with all heads along `dim`."""
         n = heads.shape[dim] // self.count
         return heads if self.count == 1 else heads.narrow(dim, n * self.index, n)
 
     def add_part(self, name: str, grad: Tensor | None, grads: Gradients) -> None:
-        """Adds this group's gradient of a parameter, of which it has a part, or which all groups read."""
+        """Adds this group's gradient of a parameter: its own part, or an addend where all groups read the parameter."""
         if name in self.places:
             grads.put(name, grad, self.places[name])
         else:
@@ -254,13 +257,14 @@ class CoreSublayer(Sublayer):
     # -- forward
 
     def attended(self, heads: Any, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(o, lse, delta) of what `heads` gave."""
+        """Returns (o, lse, delta) of core attention on the result of `heads`."""
         if self.o.context is not None:
             return heads.attend(self.p, self.core, do)
         return attend(self.p, *heads, self.core, do)
 
     def attend(self, save_raw: bool) -> Saved:
-        """out and lse of the core, and the projections: raw and of all heads if `save_raw`."""
+        """Returns the saved tensors by name: out and lse, and the projections, which are raw and of all heads if
+        `save_raw`."""
         source = self.source({})
         saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
         heads: Saved = {}
@@ -269,7 +273,7 @@ class CoreSublayer(Sublayer):
         return heads | saved
 
     def add_core(self, source: Any, saved: Saved, save_raw: bool, heads: Saved) -> None:
-        """Adds this group's out and lse to those of all heads."""
+        """Writes this group's out and lse into those of all heads."""
         out, lse, _ = self.attended(self.heads(source, saved, save_raw, backward=False)[0])
         if self.D_v < self.D:  # [B, H, S, D_v] (memory [B, S, H, D_v], not a view) of the core's [B, H, S, D]
             out = out[..., : self.D_v]
@@ -285,7 +289,7 @@ class CoreSublayer(Sublayer):
         self.own(heads["lse"]).copy_(lse)
 
     def filled(self, heads: Tensor) -> Tensor:
-        """[..., D_v] or [..., D] with zeros up to D."""
+        """Pads [..., D_v] with zeros to [..., D]."""
         missing = self.D - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
@@ -296,7 +300,8 @@ class CoreSublayer(Sublayer):
     updates: dict[str, LowRank] = MappingProxyType({})  # of layers, by letter
 
     def branch(self, saved: Saved) -> Tensor:
-        """dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they are at hand."""
+        """Returns dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they were
+        saved."""
         rows = self.out_rows(self.gated_heads(saved) if self.gate_letter else saved["out"])
         f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         if "o" in self.updates:
@@ -315,10 +320,9 @@ class CoreSublayer(Sublayer):
         )
 
     def backward(self, dy: Tensor, saved: Saved, needs: int, f: Tensor | None = None) -> dict[str, Tensor | None]:
-        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is
-        recomputed.
+        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; recomputes what was not saved.
 
-        f: the branch's result, if it is at hand.
+        f: the branch's result, if it has been recomputed.
         """
         plan = self.plan(needed_names(type(self.t), needs), saved, f)
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
@@ -333,8 +337,8 @@ class CoreSublayer(Sublayer):
     def down_to_projections(
         self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
     ) -> tuple[Tensor, dict, Tensor | None]:
-        """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
-        latents as they are saved, if there are any)."""
+        """Adds all gradients of groups of heads. Returns (the gradient of x + z, the gradients of parameters after the
+        branch, the raw latents or None)."""
         need = grads.plan.need
         if f is None and "f" in grads.plan.values:
             # what a norm after the branch read comes before the gradient that delta is made of
@@ -356,7 +360,7 @@ class CoreSublayer(Sublayer):
     def do_and_o(
         self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
     ) -> tuple[Tensor | None, ...]:
-        """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
+        """Returns (do, o, lse, delta), each None if it is not read, and adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
         if recomputes and type(df) is Late and df.finish is not None:
@@ -385,9 +389,12 @@ class CoreSublayer(Sublayer):
     def core_gradients(
         self, source: Any, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
     ) -> dict[str, Any]:
-        """Recomputes what this group of heads needs, adds the gradients of the output projection, the mask and the sinks, and
-        returns those of q, k, v [B, H, S, D] as the core read them, and of the gate, by what `heads` and `buffer` gave:
-        nothing, if none of them leads to what is needed."""
+        """Recomputes what this group of heads needs and adds the gradients of the output projection, the mask and the
+        sinks.
+
+        Returns the gradients of q, k, v [B, H, S, D] ("heads") and of the gate, with the "raw" and "buffer" of `heads` and
+        `buffer`; an empty dict if none leads to a requested gradient.
+        """
         plan, heads, raw, gate = grads.plan, None, (None, None), None
         if "q_heads" in plan.values:
             heads, raw, gate = self.heads(source, saved, False, backward=True)
@@ -421,7 +428,7 @@ class CoreSublayer(Sublayer):
     # -- layers
 
     def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
-        """What sums the needed gradients of a layer's weight, at its place, and low-rank update, over chunks of rows."""
+        """Returns sums over chunks of rows for the needed gradients of a layer's weight, at its place, and low-rank update."""
         need, weight = grads.plan.need, f"w{letter}"
         sums = {weight: grads.of_weight(weight, place, chunks)} if weight in need else {}
         for i, name in enumerate(names_of(letter) if letter in self.updates else ()):
@@ -439,8 +446,8 @@ class CoreSublayer(Sublayer):
         rows: Tensor,
         start: int = 0,
     ) -> None:
-        """Adds d^T rows, the gradient of a layer's weight, from the gradient d of its result and the rows, from `start` on,
-        that it reads; and the gradients of its low-rank update."""
+        """Adds d^T rows to the gradient of a layer's weight, and the gradients of its low-rank update. d: the gradient of
+        the layer's result; rows: its input from row `start` on."""
         if (of_weight := sums.get(f"w{letter}")) is not None:
             of_weight.add(d, rows)
         if update is not None and len(sums) > (of_weight is not None):
@@ -449,7 +456,8 @@ class CoreSublayer(Sublayer):
     def add_layer_gradients(
         self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients, du: Tensor | None = None
     ) -> None:
-        """Adds the gradients of a layer's bias, weight and low-rank update, from that of its result and the rows it reads."""
+        """Adds the gradients of a layer's bias, weight and low-rank update, from the gradient d of its result and its input
+        rows."""
         name = f"b{letter}"
         if name in grads.plan.need and (name in self.places or not self.index):  # bo is all groups'
             grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), self.places.get(name))
@@ -459,12 +467,13 @@ class CoreSublayer(Sublayer):
 
 
 def saves(o: Any) -> tuple[str, ...]:
-    """What forward saves besides its tensors: of the core, and at "none" what it reads, `o.projected`."""
+    """Returns the names of what forward saves besides its tensors: core attention's results, and at "none" its inputs,
+    `o.projected`."""
     return {"none": ("out", "lse", *o.projected), "selective": ("out", "lse"), "full": ()}[o.recompute]
 
 
 class CoreOp(SublayerOp):
-    """Sublayer: a CoreSublayer."""
+    """The op of a CoreSublayer, `Sublayer`."""
 
     Sublayer: type[CoreSublayer]
     saves = staticmethod(saves)
@@ -481,7 +490,7 @@ class CoreOp(SublayerOp):
 
     @classmethod
     def in_torch_ops(cls, x, t, o):
-        """Raises NotImplementedError for a part of a sequence."""
+        """Computes the sublayer in differentiable PyTorch ops. Raises NotImplementedError for a part of a sequence."""
         if o.context is not None:
             raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
         *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
@@ -493,6 +502,6 @@ class CoreOp(SublayerOp):
 
 
 def constants_of(kind: type) -> frozenset[int]:
-    """Returns the places, among an op's inputs with x first, of those without a gradient."""
+    """Returns the indices, among an op's inputs with x first, of inputs that get no gradient."""
     names = {"slopes", "cu", *PositionTensors._fields, *RandomStates._fields} - {"mask"}
     return frozenset(i for i, name in enumerate(("x", *kind._fields)) if name in names)

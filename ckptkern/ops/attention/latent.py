@@ -1,5 +1,5 @@
-"""Defines latent_attention_block: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) and what is around
-it, as one region."""
+"""Defines latent_attention_block: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) and what is
+around it, as one region."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _apply = build(LatentAttentionBlock)
 
 
 def check_latents(op, x, H, *, wqa, bqa, q_a_norm, wq, bq, wkva, bkva, kv_a_norm, wkvb, bkvb, wo, bo) -> LatentSizes:
-    """The sizes of a head and of the latents, from the weights, which LatentTensors calls so."""
+    """Returns the sizes of heads and latents from the weights, which have their names in LatentTensors."""
     features = x.shape[-1]
     for name, weight, bias in (("q_a_weight", wqa, bqa), ("kv_a_weight", wkva, bkva)):
         if weight is not None:
@@ -73,7 +73,7 @@ def gather_latent(
     latent_norm_eps,
     **others,
 ) -> tuple[LatentTensors, LatentOptions]:
-    """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
+    """Checks all arguments of latent_attention_block; returns the sublayer's tensors, without random states, and its
     options."""
     refuse_shard("latent_attention_block has no form for several ranks")
     check_whole_sequence(op)

@@ -1,4 +1,4 @@
-"""Rotary embedding: its tables, as given or made from theta."""
+"""Rotary embedding: its tables and their positions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rotary_tables(
 
 
 def positions_of(S: int, device: torch.device, cu_seqlens: Tensor | None) -> Tensor:
-    """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
+    """Returns positions [S]: 0, 1, ..., restarting at 0 where a packed sequence begins."""
     rows = torch.arange(S, device=device)
     if cu_seqlens is None:
         return rows

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention and varlen_attn: flash attention that saves q, k, v, o and the logsumexp."""
+"""Defines scaled_dot_product_attention and varlen_attn: flash attention that saves q, k, v, o and the logsumexp."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _attention(
     max_q: int = 0,
     max_k: int = 0,
 ) -> Tensor:
-    """Calls the op, on the backend that forms all its gradients. tensors: without the dropout's state."""
+    """Calls the op on the backend that computes all its gradients. tensors: without the dropout state."""
     check_whole_sequence(op)
     slopes = tensors.slopes
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
@@ -259,8 +259,8 @@ def _attention(
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):
-    """Reshapes to 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last
-    result."""
+    """Reshapes to 4 dimensions: fewer gain leading ones, more batch dimensions are flattened into one, whose shape is the
+    last result."""
     least = 3 if dims > 4 else 4
     query, key, value = (
         t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
@@ -274,7 +274,7 @@ def _to_four_dims(dims, query, key, value, attn_mask):
 
 
 def _broadcast(op, query, key, value, enable_gqa):
-    """Expands to one batch size; without enable_gqa also one number of heads, or one for both key and value."""
+    """Expands to one batch size, and without enable_gqa to one number of heads, or one for both key and value."""
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
