@@ -1,5 +1,5 @@
-"""moe_block: [norm ->] router, the experts that it chooses and shared experts, and what is around them (`residual`), as one
-region; and the sublayer that `transformer_layer` is made of, too."""
+"""Defines moe_block: [norm ->] router, the chosen experts and shared experts, and what is around them (`residual`), as one
+region; and the sublayer, which `transformer_layer` runs too."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, thei
     AroundTensors, ..., updates_of((*EXPERT_LAYERS, *(f"shared_{layer}" for layer in MLP_LAYERS))), RandomStates
 )
 class MoETensors(NamedTuple):
-    """The tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight None: there
-    is no shared expert. Low-rank updates are those of all experts in one tensor; lora_rng: of the shared expert's."""
+    """Holds the tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight
+    None: there is no shared expert. One tensor holds the low-rank updates of all experts; lora_rng is the random state
+    of the shared expert's updates."""
 
     router_weight: Tensor
     router_bias: Tensor | None
@@ -82,7 +83,7 @@ SHARED = tuple(name for name in MLPTensors._fields if f"shared_{name}" in MoETen
 
 
 class RouterOptions(NamedTuple):
-    """The options of the choice. num_groups 1: all experts may be chosen."""
+    """Holds the options of the choice of experts. num_groups 1: all experts may be chosen."""
 
     top_k: int
     scoring: str
@@ -95,8 +96,8 @@ class RouterOptions(NamedTuple):
 
 @with_fields(RouterOptions, ..., SublayerOptions)
 class MoEOptions(NamedTuple):
-    """The sublayer's other arguments. shared: "" without a shared expert, "plain" or "gated"; lora: of each layer of the shared
-    expert; experts_lora: as in ExpertsOptions."""
+    """Holds the sublayer's other options. shared: "" without a shared expert, "plain" or "gated"; lora: of each layer of
+    the shared expert; experts_lora: as in ExpertsOptions."""
 
     router_dtype: torch.dtype
     shared: str
@@ -120,14 +121,14 @@ class MoEOptions(NamedTuple):
 
 
 def scores_of(logits: Tensor, o: Any) -> Tensor:
-    """s in float32 at least."""
+    """Returns s, at least in float32."""
     logits = logits.to(eager.wide_of(logits.dtype))
     return torch.softmax(logits, -1) if o.scoring == "softmax" else torch.sigmoid(logits)
 
 
 def chosen(scores: Tensor, score_bias: Tensor | None, o: Any) -> Tensor:
-    """index int64. Groups of E / num_groups experts are ranked by the sum of their two best scores ("top2": DeepSeek-V3, arXiv
-    2412.19437) or by their best one ("max": DeepSeek-V2, arXiv 2405.04434), the bias included."""
+    """Returns index, int64. Groups of E / num_groups experts are ranked by the sum of their two best scores ("top2":
+    DeepSeek-V3, arXiv 2412.19437) or by their best ("max": DeepSeek-V2, arXiv 2405.04434), with the bias."""
     with torch.no_grad():
         ranked = scores.detach() if score_bias is None else scores.detach() + score_bias.to(scores.dtype)
         if o.num_groups > 1:
@@ -140,14 +141,14 @@ def chosen(scores: Tensor, score_bias: Tensor | None, o: Any) -> Tensor:
 
 
 def weights_of(scores: Tensor, index: Tensor, o: Any) -> Tensor:
-    """w in the scores' dtype."""
+    """Returns w in the scores' dtype."""
     w = scores.gather(-1, index)
     w = w / (w.sum(-1, keepdim=True) + SMALLEST_SUM) if o.normalize else w
     return w if o.routed_scaling_factor == 1.0 else w * o.routed_scaling_factor
 
 
 def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o: Any) -> Tensor:
-    """The gradient of the logits [T, E] from that of w [T, k], in the scores' dtype."""
+    """Returns the gradient of the logits [T, E] from that of w [T, k], in the scores' dtype."""
     s, ds = scores.gather(-1, index), dw.to(scores.dtype) * o.routed_scaling_factor
     if o.normalize:
         total = s.sum(-1, keepdim=True) + SMALLEST_SUM
@@ -162,7 +163,7 @@ def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o: Any) -> Tensor
 
 
 def saves(o: MoEOptions) -> tuple[str, ...]:
-    """What forward saves besides its tensors: its choice of experts, and what moe_mlp and an MLP save."""
+    """Returns the names of what forward saves besides its tensors: the choice of experts, and what moe_mlp and an MLP save."""
     if o.recompute == "full":
         return ("index",)
     shared = mlp_saves(o) if o.shared else ()
@@ -178,7 +179,8 @@ def shared_of(t: MoETensors) -> MLPTensors | None:
 
 
 class Gradients:
-    """The sublayer's gradients that are sums over chunks, of those that `need` names; inner: needs of what the experts read."""
+    """Collects the sublayer's gradients that are sums over chunks, of the names in `need`. inner: names needed of the
+    experts' inputs and parameters."""
 
     def __init__(self, sublayer: MoESublayer, need: Collection[str], chunks: int):
         t, self.need_dh = sublayer.t, sublayer.needs_dh(need)
@@ -201,7 +203,7 @@ class Gradients:
 
 
 class MoESublayer(Sublayer):
-    """What an MoE sublayer computes, for one input, in chunks of tokens."""
+    """Computes an MoE sublayer for one input, in chunks of tokens."""
 
     def __init__(self, x: Tensor, t: MoETensors, o: MoEOptions):
         super().__init__(x, t, o)
@@ -231,7 +233,7 @@ class MoESublayer(Sublayer):
     # -- the branch
 
     def shared_gate(self, h: Tensor) -> Tensor | None:
-        """sigmoid(h g^T) [rows, 1]."""
+        """Returns sigmoid(h g^T) [rows, 1], or None."""
         gate = self.cast(self.t.shared_expert_gate)
         return None if gate is None else torch.sigmoid(eager.linear(h, gate, None))
 
@@ -241,7 +243,8 @@ class MoESublayer(Sublayer):
     def branch(
         self, h: Tensor, s: Tensor, groups: eager.Groups, saved: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what the branch gives, what it saves); saved: of forward, in backward, which takes the first alone."""
+        """Returns (the branch's result, what it saves). saved: what forward saved, in backward, which reads only the
+        result."""
         results = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
         f = results.pop("y")
         if self.shared is None:
@@ -255,7 +258,7 @@ class MoESublayer(Sublayer):
         return f, results | {f"shared_{name}": tensor for name, tensor in own.items()}
 
     def forward(self) -> dict[str, Tensor]:
-        """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
+        """Returns by name the output "y", the logits, the choice "index", and what the branch saves."""
         h = self.inputs()
         logits = self.logits(h)
         scores = scores_of(logits, self.o)
@@ -268,7 +271,7 @@ class MoESublayer(Sublayer):
     def backward(
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Gradients
     ) -> dict[str, Tensor | None]:
-        """The gradients that are not in `sums`."""
+        """Returns the gradients that are not in `sums`."""
         index, dlogits, h = saved["index"].long(), saved[f"d{LOGITS}"], self.inputs()
         groups = eager.route(index, self.t.router_weight.shape[0])
         scores = scores_of(self.logits(h), self.o)
@@ -315,7 +318,8 @@ class MoESublayer(Sublayer):
 
 
 def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(y, logits) in differentiable PyTorch ops. index [tokens, k]: forward's choice, if it is known."""
+    """Returns (y, logits), computed in differentiable PyTorch ops. index [tokens, k]: forward's choice, None to choose
+    again."""
     h = reference_inputs(x, t, o)
     w, b = (cast_parameter(tensor, o.router_dtype) for tensor in (t.router_weight, t.router_bias))
     logits = F.linear(h.to(o.router_dtype), w, b)
@@ -381,7 +385,7 @@ def check_router(
 
 
 def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
-    """Checks the shared expert's tensors; returns which kind it is."""
+    """Checks the shared expert's tensors; returns "", "plain" or "gated"."""
     features = x.shape[-1]
     if t["up_weight"] is None:
         extra = next((name for name, tensor in (*t.items(), ("expert_gate", gate)) if tensor is not None), None)
@@ -404,7 +408,7 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 
 
 def gather(op, x, *, activation, router_dtype, lora, **others) -> tuple[MoETensors, MoEOptions]:
-    """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
+    """Checks all arguments of moe_block; returns the sublayer's tensors, without random states, and its options."""
     if ACTIVE.shard is not None:
         raise NotSharded("moe_block has no sharded form")
     check_options(op, activation, others["recompute"])

@@ -36,10 +36,10 @@ AnyTensors = AttentionTensors | LatentTensors
 
 
 def of_sublayers(layer: type) -> type:
-    """Decorates the op of a layer of at most `attentions` attention sublayers and a last one with what follows from their ops.
+    """Completes the op of a layer, of up to `attentions` attention sublayers and a last one, from the ops of these.
 
-    Its options are attention: of the attention sublayers in their order, of which a second one is cross-attention; mlp: of the
-    last sublayer; parallel: do all sublayers read x?
+    Its options are attention: of each attention sublayer, a second one being cross-attention; mlp: of the last sublayer;
+    parallel: whether all sublayers read x.
     """
     attention, last, count = layer.attention, layer.last, layer.attentions
     fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
@@ -52,14 +52,15 @@ def of_sublayers(layer: type) -> type:
 
 
 def saved_of(attention: AnyOptions, o: Any) -> tuple[str, ...]:
-    """Names what an attention sublayer saves: its core, and at "none" what it passes on."""
+    """Returns the names of what an attention sublayer saves: its core's results, and at "none" its output."""
     names = core_saves(attention)
     return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
 
 
 @of_sublayers
 class TransformerLayer(SublayerOp):
-    """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
+    """The op of a layer. Tensors: x, each attention sublayer's, the last sublayer's. attention, last: the ops of these
+    sublayers."""
 
     name = "transformer_layer"
     attention: type[CoreOp] = AttentionBlock
@@ -77,7 +78,7 @@ class TransformerLayer(SublayerOp):
     def sublayers(
         cls, tensors: Sequence[Tensor | None], o: Any
     ) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
-        """(x, each attention sublayer's tensors and options, the tensors of the last sublayer)"""
+        """Returns (x, each attention sublayer's tensors and options, the last sublayer's tensors)."""
         (x, *others), A = tensors, len(cls.attention.Tensors._fields)
         attentions = [
             (cls.attention.Tensors(*others[i * A : (i + 1) * A]), options) for i, options in enumerate(o.attention)
@@ -174,7 +175,7 @@ OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
 
 class Arguments(NamedTuple):
-    """A block's arguments that the layer hands on: names of those that must be given, and the others' defaults."""
+    """The arguments of a block that the layer passes on: names of required arguments, and defaults of the others."""
 
     required: tuple[str, ...]
     defaults: dict[str, Any]
@@ -186,7 +187,7 @@ class Arguments(NamedTuple):
         return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
 
     def checked(self, op: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all of them, `given` and defaults."""
+        """Returns `arguments` completed by the defaults."""
         if not isinstance(arguments, Mapping):
             raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(arguments).__name__}")
         for key in arguments:

@@ -83,7 +83,7 @@ class Context(NamedTuple):
         return whole.flatten(1, 2)
 
     def parted(self, x: Tensor) -> Tensor:
-        """Parts [B, n S, ...] into the ranks' [n, B, S, ...]."""
+        """Splits [B, n S, ...] into the ranks' [n, B, S, ...]."""
         parts = x.unflatten(1, (self.chunks, -1)).movedim(1, 0)
         if not self.zigzag:
             return parts
@@ -288,7 +288,7 @@ class GatheredHeads(SpreadHeads):
 
 
 class ExchangedHeads(SpreadHeads):
-    """All rows of this rank's part of the heads."""
+    """This rank's part of the heads, with all rows of q, k and v."""
 
     def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
         q = queries()

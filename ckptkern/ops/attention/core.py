@@ -308,7 +308,8 @@ in_context_parallel._dynamo_marked_constant = True  # as _constant_kernels
 
 
 def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
-    """Raises NotImplementedError in torch's context_parallel, and in ours unless the op `takes_parts` of a sequence."""
+    """Raises NotImplementedError inside torch's context_parallel, and RuntimeError inside ours unless the op `takes_parts`
+    of a sequence."""
     if not takes_parts:
         refuse_context(op)
     if in_context_parallel():

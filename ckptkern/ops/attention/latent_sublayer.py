@@ -191,7 +191,7 @@ class LatentSublayer(CoreSublayer):
     # -- forward
 
     def by_token(self, rows: Tensor, heads: int) -> Tensor:
-        """Views [tokens, heads N] as [B, S, heads, N]."""
+        """Returns rows [tokens, heads N] as [B, S, heads, N], a view."""
         return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
 
     def rotate(self, rows: Tensor, heads: int) -> None:

@@ -1,4 +1,4 @@
-"""Defines dropout, which saves 16 bytes of state and samples the mask again in backward."""
+"""Defines dropout, which saves 16 bytes of state and samples the same mask again in backward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..registration.op import Op, rows_2d, unflattened
 
 
 def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.Dropout:
-    """(state, threshold, scale, col_base) as the primitives take them; contiguous, as a saved-tensor hook may have changed
-    strides."""
+    """Returns (state, threshold, scale, col_base) as the primitives take them. The state is contiguous, because a
+    saved-tensor hook may have changed its strides."""
     return eager.NO_DROPOUT if rng is None else (rng.contiguous(), *state.threshold_scale(p), col_base)
 
 
 def draw_state(x: Tensor, p: float, training: bool, *, of_sequence: bool = False) -> Tensor | None:
-    """Creates the 16 bytes that dropout saves; None if nothing is dropped. of_sequence: for a mask of a whole sequence. Others
-    are of this rank's rows: of ranks that draw alike, each gets its own."""
+    """Creates the 16 bytes that dropout saves, or None if nothing is dropped. of_sequence: the mask is of a whole sequence,
+    and all ranks share the state; otherwise each rank gets its own, for its rows."""
     if not training or p <= 0.0:
         return None
     rng = state.draw(x)
@@ -31,7 +31,7 @@ def draw_state(x: Tensor, p: float, training: bool, *, of_sequence: bool = False
 
 
 class DropoutOptions(NamedTuple):
-    """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor; row_step 0: x is one sample."""
+    """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor. row_step 0: x is one sample."""
 
     p: float
     row_base: IntLikeType
@@ -93,8 +93,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 def replayed_dropout(x: Tensor, rng: Tensor | None, p: float, row_base: int = 0, row_step: int = 0) -> Tensor:
-    """dropout of x by a state that was drawn, or x itself; row_base, row_step: where the samples of x [B, S, n] begin among the
-    unsharded tensor's rows."""
+    """Applies dropout with a state that was drawn before; without a state returns x. row_base, row_step: the places of the
+    samples of x [B, S, n] among the unsharded rows (`DropoutOptions`)."""
     if rng is None:
         return x
     options = DropoutOptions(p=float(p), row_base=row_base, row_step=row_step, backend=choose_backend("dropout", x))
