@@ -51,7 +51,7 @@ from .sublayer.residual import (
 LOGITS = "router_logits"
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
-SMALLEST_SUM = 1e-20  # is added to a sum of sigmoids, which may all be 0 in float32 (DeepSeek-V3)
+SMALLEST_SUM = 1e-20  # added to a sum of sigmoids, which may all be 0 in float32 (DeepSeek-V3)
 ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, their gradients and steps between
 
 
@@ -105,7 +105,7 @@ class MoEOptions(NamedTuple):
     backend: str
     experts_lora: tuple[float, ...]
 
-    # what the shared expert's MLPBranch reads, too
+    # read by the shared expert's MLPBranch
     dropout_p, first_column = 0.0, 0
 
     @property
@@ -288,7 +288,7 @@ class MoESublayer(Sublayer):
             dz = ds = scores = None
         if self.shared is not None:
             own, gate, dx = self.of_shared(saved), self.shared_gate(h), None
-            if sums.gates:  # whose gradient takes what the shared expert gave: by one matmul more
+            if sums.gates:  # whose gradient reads the shared expert's result: one more matmul
                 if not own:
                     hidden, before = self.shared.hidden(h, self.first_row, save=True)
                     own = dict(zip(("g", "u") if self.shared.gated else ("z",), before, strict=True)) | {"h": hidden}
@@ -410,7 +410,7 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 def gather(op, x, *, activation, router_dtype, lora, **others) -> tuple[MoETensors, MoEOptions]:
     """Checks all arguments of moe_block; returns the sublayer's tensors, without random states, and its options."""
     if ACTIVE.shard is not None:
-        raise NotSharded("moe_block has no sharded form")
+        raise NotSharded("moe_block cannot be sharded")
     check_options(op, activation, others["recompute"])
     check_input(op, x)
     t, features = {name: others.pop(name) for name in MoETensors.own}, x.shape[-1]
@@ -435,7 +435,7 @@ def gather(op, x, *, activation, router_dtype, lora, **others) -> tuple[MoETenso
         activation=activation,
         shared=kind,
         router_dtype=torch.promote_types(probe.dtype, router_dtype or probe.dtype),
-        # of the experts, which run most matmuls; the shared expert's follow
+        # chosen for the experts, which run most matmuls; the shared expert uses the same
         backend=choose_impl(op, probe, features, wd.shape[2], features, name="moe_mlp"),
         experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2],
         **options,

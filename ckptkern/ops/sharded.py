@@ -41,13 +41,13 @@ class Shard:
     """This rank's place in a tensor-parallel group. group: its name for torch's functional collectives; sequence: whether x
     is split over its rows too."""
 
-    group: str  # its name, as torch's functional collectives take it
+    group: str  # its name for torch's functional collectives
     rank: int
     size: int
     sequence: bool = False
     checked: list[bool] = field(
         default_factory=list, compare=False, repr=False
-    )  # not empty: its ranks draw the same states
+    )  # not empty once the ranks' random states were compared
 
     # -- collectives
 
@@ -131,7 +131,7 @@ class Shard:
         t, o = gather_mlp("mlp_block", self.whole(x), training=training, **arguments)
         t, hidden = self.drawn(t, o, x, training), t.down_weight.shape[1]
         if t.rng is not None and hidden % 32:
-            reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
+            reason = f"the kernels' dropout masks need a multiple of 32 hidden units on each rank, not {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
 
@@ -166,7 +166,7 @@ class Shard:
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
         plain = o.residual and not o.post_norm and o.branch_factor == 1.0
-        adds = alone and plain and all(getattr(t, name) is None for name in inner)  # is the sublayer x + f?
+        adds = alone and plain and all(getattr(t, name) is None for name in inner)  # whether the sublayer is x + f
         f = across(self, o._replace(**options), adds, x, *t._replace(**inner))
         if adds:
             return f
@@ -200,7 +200,7 @@ class Shard:
             own["attn_mask"] = self.mask(mask, H, heads)
         for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
             if (value := own[name]) is not None:
-                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # of o, else of heads
+                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # columns of o, else heads
                 dim = -1 if name == "alibi_slopes" else 0
                 own[name] = self.part(value, dim, heads * D if of_columns else heads)
         if own["key_value"] is not None:

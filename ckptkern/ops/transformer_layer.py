@@ -66,11 +66,11 @@ class TransformerLayer(SublayerOp):
     attention: type[CoreOp] = AttentionBlock
     last: type[SublayerOp] = MLPBlock
     attentions = 2
-    # so that no place of a cross-attention's constants is one of the MLP's in a call without it
+    # so that the indices of a cross-attention's constants are not indices of the MLP's tensors in a call without it
     assert min(AttentionBlock.constants) > len(MLPBlock.Tensors._fields)
 
     @staticmethod
-    def saves(o):  # by no op that is an attribute of the class: Dynamo of torch 2.11 traces none
+    def saves(o):  # not by the ops in the class's attributes, which Dynamo of torch 2.11 cannot trace
         names = [f"{name}{i}" for i, options in enumerate(o.attention) for name in saved_of(options, o)]
         return (*names, *(moe_saves if isinstance(o.mlp, MoEBlock.Options) else mlp_saves)(o.mlp))
 
@@ -104,7 +104,7 @@ class TransformerLayer(SublayerOp):
         x, attentions, t_last = cls.sublayers(tensors, o)
         A, before, mid, cores = len(kind._fields), needs & 1, x, []
         for i, (t, options) in enumerate(attentions):
-            # what its backward forms; the gradient of an input that is not x, if anything before it needs one
+            # the needs_input_grad mask of this sublayer; an input other than x needs a gradient if anything before it does
             own = needs >> 1 + i * A & (1 << A) - 1
             formed = own << 1 | before
             before |= own != 0
@@ -113,13 +113,13 @@ class TransformerLayer(SublayerOp):
             mid = core.pop("mid", None)
             if o.parallel:
                 mid = x
-            elif mid is None:  # the next sublayer's input, made of a core that is recomputed if it was not saved
-                if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
+            elif mid is None:  # the next sublayer's input, from core attention, which is recomputed if it was not saved
+                if not core:  # with raw projections, as backward reads them; groups of heads project again
                     core = sublayer.attend(save_raw=sublayer.division.groups == 1)
                 f = sublayer.branch(core)
                 mid = unflattened(sublayer.output(f), x)
                 f = f if "f" in sublayer.plan(needed_names(kind, formed), core, None).values else None
-            sublayer.held.clear()  # the dequantised weights: what comes next has a workspace of its own
+            sublayer.held.clear()  # frees dequantised weights: the next sublayer has a workspace of its own
             cores.append((sublayer, core, f, formed))
         sublayer = core = f = None
         of_last = needs >> 1 + len(attentions) * A << 1 | (needs & 1 if o.parallel else before)
@@ -165,7 +165,7 @@ class LatentTransformerMoELayer(LatentTransformerLayer):
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
-# (latent?, routes?) -> the type of its options, and what applies it
+# (latent, routes) -> (the type of the options, the function that applies the op)
 LAYERS = {
     (layer.attention is LatentAttentionBlock, layer.last is MoEBlock): (layer.Options, build(layer))
     for layer in LAYER_OPS
@@ -220,10 +220,10 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
     for name, arguments in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
         if arguments["norm"] is not None and arguments["norm_first"] is False:
             raise ValueError(
-                f"{op}: parallel sublayers have no norm after the residual, but {name} has norm_first=False"
+                f"{op}: parallel sublayers must have their norm before the branch, but {name} has norm_first=False"
             )
     if mlp_arguments["residual"] is not True:
-        raise ValueError(f"{op}: the MLP of parallel sublayers is added, but mlp_arguments has residual=False")
+        raise ValueError(f"{op}: parallel adds the MLP's result, but mlp_arguments has residual=False; leave it out")
 
 
 def transformer_layer(
@@ -277,9 +277,9 @@ def transformer_layer(
     if latent:
         refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
-        raise NotSharded("a layer with a router has no sharded form")
+        raise NotSharded("a layer with a router cannot be sharded")
     common = dict(training=training, workspace=workspace)
-    # each sublayer is a region: a shard saves what passes between them, because recomputing it would take another collective
+    # each sublayer is a region: a shard saves the tensors between them, whose recompute would take another collective
     if ACTIVE.shard is not None or not isinstance(recompute, str):
         mid, block = x, latent_attention_block if latent else attention_block
         if ACTIVE.shard is not None:

@@ -93,7 +93,7 @@ def check_projections(
         of_x = key_value is None or name in ("qkv_weight", "q_weight")
         check_weight(op, name, w, b, x, x.shape[-1] if of_x else features, "input" if of_x else "key_value")
     rows, heads = weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else 2 * H if gate_in_query else H
-    D = rows // heads  # divmod takes no symbolic numbers
+    D = rows // heads  # divmod fails for symbolic numbers
     if rows % heads or any(w.shape[0] != H_kv * D for w in weights[1:]):
         raise ShapeError(
             f"{op}: q, k, v weights with {[w.shape[0] for w in weights]} rows do not fit {H} query and {H_kv} key and "
@@ -120,7 +120,7 @@ def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tup
     if not isinstance(qk_norm, (tuple, list)) or len(qk_norm) != 2:
         raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
     if any(weight is None for weight in qk_norm):
-        raise ValueError(f"{op}: qk_norm must be a pair of weights")
+        raise ValueError(f"{op}: qk_norm must be a pair of weights, but one of them is None")
     pairs = [norm if isinstance(norm, (tuple, list)) and len(norm) == 2 else (norm, None) for norm in qk_norm]
     for name, heads, (weight, bias) in zip("qk", (H, H_kv), pairs, strict=True):
         check_tensor(op, f"{name}'s norm weight", weight, x)
@@ -281,7 +281,7 @@ def check_rotary(
             f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient is formed for rotary")
+        raise ValueError(f"{op}: no gradient is formed for rotary; detach its tables")
     return cos, sin, 0.0
 
 
@@ -336,7 +336,7 @@ def around_core(
     softcap = 0.0 if softcap is None else check_softcap(op, softcap)
     tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
     context = ACTIVE.context
-    seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # of all ranks
+    seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # seen: with the rows of all ranks
     B, S = batch_and_rows(seen)
     S_k, qk, rope = (
         S if key_value is None else key_value.shape[-2],

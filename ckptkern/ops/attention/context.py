@@ -97,7 +97,7 @@ class Context(NamedTuple):
         """Returns this rank's own random state, derived from a state that is equal on all ranks, for masks of its rows."""
         return rng if self.rank == 0 else rng ^ (self.rank * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
 
-    # -- collectives, of which each returns a tensor that wait_tensor makes ready
+    # -- collectives; each returns a tensor to pass to wait_tensor
 
     def gathering(self, x: Tensor) -> Tensor:
         """Starts the all-gather of [m, ...] to [n m, ...]."""
@@ -160,7 +160,7 @@ def check_context(
                 f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
             )
     if drops and (S // 2 if context.zigzag else S) % 16:
-        return f"the kernels draw masks of multiples of 16 rows, not of {S} rows of a rank"
+        return f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {S}"
     return None
 
 
@@ -209,7 +209,7 @@ class GatheredHeads(SpreadHeads):
         S, whole = self.q.shape[2], self.q.shape[2] * self.context.size
         for rows in self.context.rows(S):
             right = core.window[1]
-            if core.cu_q is not None:  # the last row that a sequence has here sees the last column: its own
+            if core.cu_q is not None:  # a sequence's last row on this rank sees the last column, its own
                 ends = rows.end if right is not None else whole
                 cu_q = (core.cu_q - rows.first).clamp(0, rows.stop - rows.start)
                 yield rows, whole, core._replace(cu_q=cu_q, cu_k=core.cu_k.clamp(max=ends), max_q=min(core.max_q, S))
@@ -253,7 +253,7 @@ class GatheredHeads(SpreadHeads):
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
             outs = [None] * 2 if sums is None else sums.transpose(1, 2)[:, :, :columns].chunk(2, 1)
-            later = rows.start > 0  # what other rows have given stays
+            later = rows.start > 0  # earlier rows have written their sums already
             places = [None if dq is None else dq[:, :, at], *outs]
             if later and need_dkv:
                 places[1:] = [torch.empty_like(total) for total in outs]
@@ -279,9 +279,7 @@ class GatheredHeads(SpreadHeads):
                     total.add_(part)
         if sums is None:
             return dq, None, None, dsinks
-        sent = (
-            self.context.parted(sums).flatten(0, 1).contiguous()
-        )  # [n ...] -> the sum over ranks of the part for this one
+        sent = self.context.parted(sums).flatten(0, 1).contiguous()  # [n ...] -> this rank's part, summed over ranks
         parts = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", size, self.context.group))
         dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
         return dq, dk, dv, dsinks
@@ -343,7 +341,7 @@ class ExchangedHeads(SpreadHeads):
             self.close()
             return (None,) * 4
         needs = dict(need_dq=need_dq, need_dkv=need_dkv, need_dsinks=need_dsinks)
-        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is here if it has just been recomputed
+        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads was kept if it has just been recomputed
         arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
         do, o = arrived if self.out is None else (*arrived, self.out)
         *grads, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)

@@ -103,10 +103,10 @@ def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_is_exclusion: 
     return seen
 
 
-# Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
+# GPUs and head dims for which cuDNN's kernel is first, as in torch 2.11 (check_prefer_cudnn_attention).
 # On H200 our core is second, not flash attention: OWN_BEFORE_FLASH. Causal heads of 128, forward and backward in a GPT and in a
 # Llama layer, ms above cuDNN's (benchmarks/results/h200): 2,048 tokens 0.21 and 0.43 (flash attention 0.44 and 0.44), 8,192
-# tokens 4.5 and 6.0 (7.9 and 7.3). What is not measured takes torch's kernels.
+# tokens 4.5 and 6.0 (7.9 and 7.3). Other cases, which were not measured, take torch's kernels.
 CUDNN_FIRST, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
 OWN_BEFORE_FLASH = {((9, 0), 128)}  # (compute capability, head dim) of cores with a bound: causal and windows
 FLASH_HEAD_DIMS = range(8, 257, 8)
@@ -143,11 +143,11 @@ def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]
 @functools.cache
 def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase) -> bool:
     """Returns whether torch lets `kernel` run such heads on this device, with this build and this cuDNN."""
-    # In this mode torch gives cuDNN's logsumexp another layout.
+    # With this variable torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
-    grouped = case.grouped and kernel != "efficient"  # which is given the heads repeated
-    # Real tensors, not fake ones: torch answers for the device that is current.
+    grouped = case.grouped and kernel != "efficient"  # which gets repeated heads
+    # Real tensors, not fake ones: torch answers for the current device.
     with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
             torch.empty((1, heads, 128, case.D), dtype=dtype, device="cuda", requires_grad=True)
@@ -162,7 +162,7 @@ def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tupl
     """Returns `kernel_order` without kernels that the user disables or torch refuses."""
     asked = CoreCase(dtype == torch.float32, *case)
     kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
-    names = {"efficient": "mem_efficient"}  # what torch's setting calls it
+    names = {"efficient": "mem_efficient"}  # its name in torch's settings
     enabled = (
         kernel for kernel in kernels if getattr(torch.backends.cuda, f"{names.get(kernel, kernel)}_sdp_enabled")()
     )
@@ -205,12 +205,12 @@ def fused_core(
         and Bodies.seen
         and not any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *masks))
     ):
-        return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
+        return "cpu"  # counts allocations: only gradients of masks and slopes need scores
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
     Sk, masks = k_shape[2], [m for m in masks if m is not None]
-    head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
+    head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, not torch.compile's symbol
     bounded, packed = left is not None or right is not None, cu is not None
     if (
         not x.is_cuda

@@ -22,8 +22,8 @@ from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
 from .tensors import LAYERS, Division, PositionTensors, batch_and_rows
 
-# Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
-# values that its gradient is formed of, beside the quantity's own gradient and the parameters.
+# Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
+# reads besides the quantity's gradient and the parameters.
 Table = dict[str, dict[str, tuple[str, ...]]]
 Saved = dict[str, Tensor | None]  # by name
 
@@ -193,15 +193,15 @@ class CoreSublayer(Sublayer):
     layout: tuple
     saved_as: tuple[tuple[str, tuple[str, ...]], ...]
     source_values: frozenset[str]
-    index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
-    whole: Any = None  # of a group the sublayer of all heads
-    places: Any = MappingProxyType({})  # of a group's parts of tensors in those of all heads, by name
+    index, count = 0, 1  # this group's place and the number of groups; the sublayer of all heads is group 0 of 1
+    whole: Any = None  # the sublayer of all heads, in a group
+    places: Any = MappingProxyType({})  # a group's parts of tensors, by name
     division: Division
-    D: int  # of a head, as the core reads it
-    D_v: int  # as the output projection reads it, at most D
-    rotary_dim: int  # of tables that are made of a theta
-    gate_letter = ""  # of the projection that gives a gate of o, if there is one
-    writes_buffer = False  # do kernels write the gradients of q, k, v where `buffer` says?
+    D: int  # the head dim of core attention
+    D_v: int  # the head dim that the output projection reads, at most D
+    rotary_dim: int  # columns of the tables of a theta
+    gate_letter = ""  # names the projection with o's gate, if there is one
+    writes_buffer = False  # whether kernels write the gradients of q, k, v into `buffer`
 
     def __init__(self, x: Tensor, t: Any, o: Any, **options: bool | None):
         super().__init__(x, t, o, **options)
@@ -238,7 +238,9 @@ class CoreSublayer(Sublayer):
         if core.sinks is not None:
             core = core._replace(sinks=part.own(core.sinks))
         if core.slopes is not None:
-            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address as aligned as that of all
+            core = core._replace(
+                slopes=part.own(core.slopes).clone()
+            )  # so that the address is aligned as that of all heads
         part.core = core
         return part
 
@@ -275,7 +277,7 @@ class CoreSublayer(Sublayer):
     def add_core(self, source: Any, saved: Saved, save_raw: bool, heads: Saved) -> None:
         """Writes this group's out and lse into those of all heads."""
         out, lse, _ = self.attended(self.heads(source, saved, save_raw, backward=False)[0])
-        if self.D_v < self.D:  # [B, H, S, D_v] (memory [B, S, H, D_v], not a view) of the core's [B, H, S, D]
+        if self.D_v < self.D:  # copied: [B, H, S, D_v], in memory [B, S, H, D_v]
             out = out[..., : self.D_v]
             out = eager.empty_heads(out).copy_(out)
         if self.count == 1:
@@ -297,7 +299,7 @@ class CoreSublayer(Sublayer):
         """Returns [B, H, S, N] as [tokens, H N], a view if memory is [B, S, H, N]."""
         return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
 
-    updates: dict[str, LowRank] = MappingProxyType({})  # of layers, by letter
+    updates: dict[str, LowRank] = MappingProxyType({})  # by the layer's letter
 
     def branch(self, saved: Saved) -> Tensor:
         """Returns dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they were
@@ -341,7 +343,7 @@ class CoreSublayer(Sublayer):
         branch, the raw latents or None)."""
         need = grads.plan.need
         if f is None and "f" in grads.plan.values:
-            # what a norm after the branch read comes before the gradient that delta is made of
+            # the input of a norm after the branch is needed before the gradient from which delta is computed
             saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
             grads.plan = self.plan(need, saved, f)
@@ -364,7 +366,7 @@ class CoreSublayer(Sublayer):
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
         if recomputes and type(df) is Late and df.finish is not None:
-            # while df is on its way; delta, which is made of it, comes after it
+            # while df is on its way; delta, which needs df, is computed later
             out, lse, _ = self.attended(heads)
         df = df.arrived() if type(df) is Late else df
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
@@ -378,7 +380,7 @@ class CoreSublayer(Sublayer):
         if recomputes and out is None:
             out, lse, delta = self.attended(heads, do)
         elif not recomputes and out is not None and self.count > 1:
-            # lse at an address as aligned as that of all
+            # cloned so that lse's address is aligned as that of all heads
             out, lse = self.own(out), self.own(lse).clone(memory_format=torch.contiguous_format)
         rows = None
         if "gated" in plan.values:
@@ -432,7 +434,7 @@ class CoreSublayer(Sublayer):
         need, weight = grads.plan.need, f"w{letter}"
         sums = {weight: grads.of_weight(weight, place, chunks)} if weight in need else {}
         for i, name in enumerate(names_of(letter) if letter in self.updates else ()):
-            if name in need:  # all groups read A, or of the output B; the other one is cut as the weight is
+            if name in need:  # all groups read A (of the output: B); the other matrix is split as the weight is
                 sums[name] = grads.sum_of(name) if (i == 1) == (letter == "o") else grads.of_weight(name, place, chunks)
         return sums
 
@@ -459,7 +461,7 @@ class CoreSublayer(Sublayer):
         """Adds the gradients of a layer's bias, weight and low-rank update, from the gradient d of its result and its input
         rows."""
         name = f"b{letter}"
-        if name in grads.plan.need and (name in self.places or not self.index):  # bo is all groups'
+        if name in grads.plan.need and (name in self.places or not self.index):  # all groups share bo
             grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), self.places.get(name))
         if sums := self.weight_sums(letter, self.places.get(f"w{letter}"), grads):
             self.add_to_sums(sums, letter, self.updates.get(letter), d, du, rows)
@@ -492,7 +494,9 @@ class CoreOp(SublayerOp):
     def in_torch_ops(cls, x, t, o):
         """Computes the sublayer in differentiable PyTorch ops. Raises NotImplementedError for a part of a sequence."""
         if o.context is not None:
-            raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
+            raise NotImplementedError(
+                "attention: second-order gradients are not supported over a context-parallel group"
+            )
         *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
         out = eager.attention_reference(*(head.transpose(1, 2) for head in heads), sublayer_core(t, o)).transpose(1, 2)
         out = out if gate is None else out * torch.sigmoid(gate)

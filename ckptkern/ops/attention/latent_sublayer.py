@@ -48,7 +48,7 @@ class LatentTensors(NamedTuple):
     wo: Tensor
     bo: Tensor | None
 
-    slopes = sinks = cu = key_value = None  # what it does not take of attention
+    slopes = sinks = cu = key_value = None  # arguments of attention that it does not take
 
 
 @with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
@@ -105,13 +105,13 @@ def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
         return 1
     sizes, (rows, d), width, size = sizes_of(t, o.num_heads), x.shape, t.wo.shape[1], o.dtype.itemsize
     h, df = bytes_around(x, t, o)
-    # beside heads: h, and the latents before and after their norms
+    # besides heads: h, and the latents before and after their norms
     held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
     held += (sizes.q_rank * (t.q_a_norm is not None) + sizes.kv_rank * (t.kv_a_norm is not None)) * size
-    # sums over groups in float32, of which the largest is copied when it is rounded
+    # float32 sums over groups; rounding copies the largest
     of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
     of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
-    # and forward's o, if it is not saved, or backward's gradients of the branch's result, the latents and h
+    # plus forward's o, if it is not saved, or backward's gradients of the branch's result, the latents and h
     beside = rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
     of_heads, room = bytes_of_latent_heads(rows, sizes, o), o.workspace - beside
     counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
@@ -130,8 +130,10 @@ def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> in
     core += 4 * D // size if o.fused == "flash" else 0  # which sums dq in float32
     copied = 4 * max(sizes.qk, kv) if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     temporaries = 4 * sizes.rope * max(size, 4) if eagerly else 0
-    by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not by flash attention
-    block = D * max(size, 4) if by_scores else 0  # in float32, of which blocks of scores at least are made
+    by_scores = eagerly and (
+        o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16
+    )  # flash attention does not run
+    block = D * max(size, 4) if by_scores else 0  # in float32, the least size of a block of scores
     per_head = max(core * size + block, (3 * D + sizes.qk + kv) * size + max(copied, temporaries))
     return rows * sizes.H * (per_head + 3 * 4)  # and lse, and delta twice
 
@@ -251,7 +253,7 @@ class LatentSublayer(CoreSublayer):
         else:
             q, kv = self.own(saved["q"], 1), self.own(saved["kv"], 1)
         for name in ("latents", "q", "kv") if self.count == 1 and not save_raw else ():
-            saved.pop(name, None)  # of all heads, they go when they are joined
+            saved.pop(name, None)  # frees them once k, q and v are joined
         H, (_, nope, rope, _, _, _), D = self.o.num_heads, self.sizes, self.D
         kv = self.by_token(kv, H)
         k = kv.new_empty(self.B, self.S, H, D)

@@ -179,7 +179,7 @@ def scaled_dot_product_attention(
     query, key, value = _broadcast(op, query, key, value, enable_gqa)
     D, D_v = query.shape[-1], value.shape[-1]
     scale = _scale(scale, D)
-    if D_v != D:  # zeros add nothing to a score and make columns that are cut off again
+    if D_v != D:  # zeros do not change scores; their columns of the output are cut off
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
@@ -219,9 +219,9 @@ def _attention(
     check_whole_sequence(op)
     slopes = tensors.slopes
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
-    reason = "the kernels form no gradient of alibi_slopes" if learned else None
+    reason = "the kernels compute no gradient for alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
-    workspace = choose_workspace(op, workspace, query)  # it may raise, and an error draws nothing
+    workspace = choose_workspace(op, workspace, query)  # before the draw: an error leaves the generator unchanged
     tensors = tensors._replace(rng=draw_state(query, dropout_p, True))
     precision = matmul_precision(query)
     fused = fused_core(
@@ -279,7 +279,7 @@ def _broadcast(op, query, key, value, enable_gqa):
         raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
         raise ShapeError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
-    B = query.shape[0]  # not a set of sizes, in which torch.compile would make each a constant
+    B = query.shape[0]  # not a set of sizes, which torch.compile would turn into constants
     for t in (key, value):
         B = t.shape[0] if B == 1 else B
     if any(t.shape[0] != B and t.shape[0] != 1 for t in (query, key, value)):

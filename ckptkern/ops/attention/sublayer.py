@@ -260,7 +260,7 @@ class AttentionSublayer(CoreSublayer):
         """
         buffer, dgate, raw = results.pop("buffer", None), results.pop("gate"), results.pop("raw")
         heads = [None if grad is None else grad.transpose(1, 2) for grad in results.pop("heads")]
-        if buffer is not None and self.o.context is None:  # where kernels wrote them
+        if buffer is not None and self.o.context is None:  # kernels wrote them there
             heads = list(buffer[1])
         alone = len(self.projections) - (self.gate_letter == "g") == 3 and self.gate_letter != "q"
         if buffer is None and not alone:
@@ -281,7 +281,7 @@ class AttentionSublayer(CoreSublayer):
         if dgate is not None:
             self.gate_of(dqkv).copy_(dgate)
         ds, H_kv, group = self.blocks(dqkv), o.num_kv_heads, o.num_heads // o.num_kv_heads
-        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
+        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is not a view
             by_kv_head = ds[0].view(self.B, self.S, H_kv, group + 2, self.D)
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return ds

@@ -36,7 +36,7 @@ class HeadsOptions(NamedTuple):
     context: Context | None
 
 
-LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
+LAYERS = ("q", "k", "v", "o")  # with low-rank updates
 
 
 @with_fields(AroundTensors, ..., PositionTensors, updates_of(LAYERS), RandomStates)
@@ -196,12 +196,12 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
         return Division(1, whole)
     D, size, width = t.wo.shape[1] // o.num_heads, o.dtype.itemsize, t.wo.shape[1]
     h, df = bytes_around(x, t, o)
-    # beside h: in forward o, if it is not saved, and o with a gate, or in backward the gradients of h and of the branch's
-    # result, as far as they are not those of x and y
+    # besides h: in forward o, if it is not saved, and the gated o; in backward the gradients of h and of the branch's
+    # result, unless these are the gradients of x and y
     dh = 4 * d if size < 4 else d * size if x.dtype != o.dtype else 0
     held = (o.recompute == "full") + (t.wg is not None or o.gate_in_query)
     others, of_heads = rows * max(held * width * size, df + dh), bytes_of_heads(rows, t, o)
-    # the core's blocks of queries, of a rank's rows by all columns, take the half that they may
+    # the core's blocks of queries, a rank's rows by all columns, take the other half
     room = o.workspace // 2 if o.context is not None and o.backend == "eager" else o.workspace
     if of_heads + rows * h + others <= room:
         return Division(1, whole)
@@ -210,11 +210,11 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
     counts = []
     for n in range(1, 2 if all_heads else o.num_kv_heads + 1):
         spread = o.context is None or o.context.exchange != "heads" or o.num_kv_heads // n % o.context.size == 0
-        # kernels draw masks of 32 n columns, such as that of the output's low-rank update
+        # kernels draw masks of 32 n columns, also for the output's low-rank update
         drawn = n == 1 or not drops or o.backend == "eager" or o.num_heads // n * D % 32 == 0
         if o.num_kv_heads % n == 0 and spread and drawn:
             counts.append(n)
-    chunks = token_chunks(rows, h * 4, o.workspace // 4)  # beside what a norm holds
+    chunks = token_chunks(rows, h * 4, o.workspace // 4)  # besides a norm's transient tensors
     for beside, rows_of_h in ((rows * h + others, whole), (others, chunks)):
         for n in counts:
             if of_heads <= (room - beside) * n:
@@ -253,8 +253,8 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     qkv = q + gate + 2 * kv
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
-    # torch's attention on a CPU and its memory-efficient one have as many heads of k and v as of q, and sum their gradients;
-    # flash attention sums these, too, and dq in float32
+    # torch's attention on a CPU and memory-efficient attention repeat k and v for the heads of q, and sum their gradients;
+    # flash attention sums these too, and dq in float32
     of_queries = 2 * kv // o.num_kv_heads * o.num_heads if o.num_heads != o.num_kv_heads else 0
     repeated = of_queries if eagerly or o.fused == "efficient" else 0
     grads = q + 2 * kv + (of_queries + 4 * q // size if o.fused == "flash" else repeated)
@@ -263,9 +263,9 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
     copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     if o.context is not None and o.context.exchange == "gather":
-        # k and v of all ranks with what is sent and, in their order, copies, and the sums of their gradients in float32 twice
+        # k and v: sent, of all ranks, copied in order, and the float32 sums of their gradients twice
         core += 2 * kv + o.context.size * kv * (4 + 4 * (max(4, size) // size))
     elif o.context is not None:  # this rank's heads q, k, v, do and o, sent and arrived
         core += 3 * (3 * q + 2 * kv)
-    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
+    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, delta twice; two more with sinks
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows

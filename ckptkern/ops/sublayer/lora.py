@@ -199,7 +199,7 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None), dtype)
 
 
-# what `gather_lora` gives of a sublayer that has none
+# the result of `gather_lora` without updates
 NO_UPDATES: tuple[dict[str, Tensor], tuple[float, ...]] = {}, ()
 
 
@@ -244,5 +244,5 @@ def check_update(op: str, name: str, update: Any, weight: Tensor, x: Tensor) -> 
             f"{op}: a and b of {name} must be {' and '.join(wanted)}, but have shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
     if experts and p:
-        raise ValueError(f"{op}: {name} is an update of experts, which has no dropout; pass dropout_p=0, not {p}")
+        raise ValueError(f"{op}: {name} updates experts, which have no dropout: dropout_p must be 0, not {p}")
     return LoRA(a, b, float(scale), float(p))

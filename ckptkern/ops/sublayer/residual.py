@@ -36,9 +36,9 @@ from .lora import update_dtype
 from .samples import Samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
-NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
-VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
-OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # of a leading norm
+NORM_TENSORS = 6  # float32 tensors of its input's shape that a norm's backward holds in PyTorch ops
+VECTOR_TENSORS = NORM_TENSORS + 3  # plus a gradient times 1 + norm_scale, and results of chunks
+OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # a leading norm's
 
 
 Declared = TypeVar("Declared", bound=Callable)
@@ -116,9 +116,9 @@ class Sublayer:
         self.lead, self.wide = x.shape[:-1], torch.promote_types(x.dtype, o.dtype)
         self.out_dtype = self.wide if o.residual else o.dtype
         self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
-        self.normed = t.norm_weight, t.norm_bias, o.norm_eps, o.norm  # how, of `norm_fwd`
+        self.normed = t.norm_weight, t.norm_bias, o.norm_eps, o.norm  # arguments of `norm_fwd`
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
-        # of the workspace for norms and vectors of samples: most is for what is alive beside them
+        # the workspace for norms and vectors of samples; the rest is for tensors that are alive beside them
         self.quarter = None if o.workspace is None else o.workspace // 4
 
     def rows(self, start: int, stop: int):
@@ -146,13 +146,13 @@ class Sublayer:
             whole, views = parameter.whole()
             key = id(whole.parts[0]), dtype
             if key not in self.held:
-                self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
+                self.held[key] = whole, whole.dequantize(dtype)  # whole too, so that no other tensor gets its id
             return viewed(self.held[key][1], views)
         key = id(parameter), dtype
         _, copy = self.copies.pop(key, (None, None))
         copy = cast_parameter(parameter, dtype) if copy is None else copy
         if self.shares and not last and copy is not parameter:
-            self.copies[key] = parameter, copy  # held too: another tensor may get the id of one that is gone
+            self.copies[key] = parameter, copy  # parameter too, so that no other tensor gets its id
         return copy
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
@@ -391,7 +391,7 @@ class Sublayer:
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
         """Returns the gradients in the dtypes of their parameters, and that of x in x's shape."""
         for name, grad in grads.items():
-            if isinstance(grad, Tensor) and name != "x":  # a sum that is formed later has its dtype
+            if isinstance(grad, Tensor) and name != "x":  # a delayed sum has its dtype
                 grads[name] = grad.to(getattr(self.t, name).dtype)
         if "x" in need:
             grads["x"] = grads["x"].to(self.x.dtype).view(*self.lead, self.x.shape[1])
@@ -509,7 +509,7 @@ def around(
         if (value := tensors[name]) is not None:
             if norm is None or not norm_first:
                 raise ValueError(
-                    f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
+                    f"{op}: {name} needs a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
                 )
             tensors[name] = check_vectors(op, x, name, value, x.shape[-1])
     of_updates, numbers = updates
@@ -545,7 +545,7 @@ def called(gather: Callable, apply: Callable) -> Callable[[Declared], Declared]:
 
         @functools.wraps(declared)
         def call(*args, **kwargs):
-            declared(*args, **kwargs)  # raises Python's TypeError for arguments that it does not take
+            declared(*args, **kwargs)  # raises Python's TypeError for wrong arguments
             arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
             if (sharded := getattr(ACTIVE.shard, name, None)) is not None:
                 return sharded(**arguments)
