@@ -490,7 +490,7 @@ def moe_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes a mixture-of-experts sublayer with its router as one region; returns (y, router_logits).
+    """Computes an MoE sublayer with its router as one region; returns (y, router_logits).
 
         logits = h router_weight^T + router_bias;  s = scoring(logits);  index = top_k of s + score_bias
         w = s[index] [/ sum of these] * routed_scaling_factor

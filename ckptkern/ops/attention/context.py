@@ -341,7 +341,7 @@ class ExchangedHeads(SpreadHeads):
             self.close()
             return (None,) * 4
         needs = dict(need_dq=need_dq, need_dkv=need_dkv, need_dsinks=need_dsinks)
-        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads was kept if it has just been recomputed
+        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is at hand if just recomputed
         arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
         do, o = arrived if self.out is None else (*arrived, self.out)
         *grads, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)

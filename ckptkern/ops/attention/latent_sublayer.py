@@ -130,9 +130,7 @@ def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> in
     core += 4 * D // size if o.fused == "flash" else 0  # which sums dq in float32
     copied = 4 * max(sizes.qk, kv) if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     temporaries = 4 * sizes.rope * max(size, 4) if eagerly else 0
-    by_scores = eagerly and (
-        o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16
-    )  # flash attention does not run
+    by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not flash attention
     block = D * max(size, 4) if by_scores else 0  # in float32, the least size of a block of scores
     per_head = max(core * size + block, (3 * D + sizes.qk + kv) * size + max(copied, temporaries))
     return rows * sizes.H * (per_head + 3 * 4)  # and lse, and delta twice
