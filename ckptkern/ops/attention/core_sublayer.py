@@ -238,9 +238,7 @@ class CoreSublayer(Sublayer):
         if core.sinks is not None:
             core = core._replace(sinks=part.own(core.sinks))
         if core.slopes is not None:
-            core = core._replace(
-                slopes=part.own(core.slopes).clone()
-            )  # so that the address is aligned as that of all heads
+            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address aligned as that of all heads
         part.core = core
         return part
 
