@@ -503,7 +503,7 @@ def moe_block(
     num_groups, top_groups: a token chooses within the top_groups best of num_groups equal groups.
     group_score: the sum of a group's two best scores ("top2"), or its best ("max", DeepSeek-V2).
     router_dtype: of logits; torch.float32 upcasts h and router_weight.
-    shared_expert_gate: [1, d] (Qwen2-MoE). The shared expert is a gated MLP, or a plain one without shared_gate_weight.
+    shared_expert_gate: [1, d] (Qwen2-MoE). Without shared_gate_weight the shared expert is a plain MLP.
     lora: "gate_up", "down" as in moe_mlp; "shared_gate", "shared_up", "shared_down" as in mlp_block.
 
     Norms, layer_scale, residual and dropouts: see mlp_block.

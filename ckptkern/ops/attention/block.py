@@ -85,15 +85,13 @@ def attention_block(
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y [..., e].
     qkv_weight: one tensor [(H + 2 H_kv) D, d], or three (q, k, v); biases alike. out_weight [e, H D].
-    qkv_layout: of one tensor's rows: "qkv", all heads of q, k, then v; or "heads", [H_kv, H / H_kv + 2, D], each head of k
-    after its heads of q and before its head of v (GPT-NeoX, Falcon).
-    key_value: [B, S_k, d_k], the source of k and v in cross-attention; excludes rotary, cu_seqlens and "heads". If d_k is
-    not d, pass three weights.
+    qkv_layout: "qkv": rows of q, of k, of v. "heads": [H_kv, H / H_kv + 2, D], rows of q, k and v for each head of k
+    (GPT-NeoX, Falcon).
+    key_value: [B, S_k, d_k], the source of k and v in cross-attention; excludes rotary, cu_seqlens and "heads".
     qk_norm: weights, or pairs (weight, bias), of q and k: [D]; a row for each head (Cohere); or over all heads, [H D] and
     [H_kv D] (OLMo 2).
-    rotary: tables (cos, sin) [S, R], [1, S, R] or [B, S, R] (ckptkern.nn.rotary_tables), which layers should share, or a
-    number theta, whose tables are recomputed. Rotates dimensions i, i + R/2 of the first R <= D, or with rotary_interleaved
-    2i, 2i + 1.
+    rotary: tables (cos, sin) [S, R] or [B, S, R], R <= D (ckptkern.nn.rotary_tables), which layers should share, or a
+    number theta, whose tables are recomputed. Rotates dimensions i, i + R/2, or with rotary_interleaved 2i, 2i + 1.
     attn_mask: bool (True = keep, unless mask_is_exclusion) or additive, broadcastable to [B, H, S, S_k]; a CausalBias; or a
     pair of masks. An additive mask, in a pair the first, may be trained.
     key_padding_mask: bool [B, S_k] (True = masked out) or additive.

@@ -142,10 +142,10 @@ def scaled_dot_product_attention(
     alibi_slopes: [H] or [B, H], adds -slope |i - j|. Trained slopes run in PyTorch ops.
     softcap: caps scores s, before masks, to softcap tanh(s / softcap) (Gemma 2).
     sinks: [H], trained logits in the denominators (GPT-OSS): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)).
-    workspace: for scores, masks and biases in PyTorch ops; kernels write none of these.
+    workspace: for scores, masks and biases in PyTorch ops.
 
-    A row that sees no column gives zeros and zero gradients. A row masked by a large finite number (-1e9) gives the mean of
-    the values (zeros with sinks), without a gradient from the kernels.
+    A row that sees no column gives zeros and zero gradients. A row masked by a large finite number (-1e9) gets no gradient
+    from the kernels.
 
     Raises: see Conventions; RuntimeError for attn_mask with is_causal.
     """
