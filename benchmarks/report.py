@@ -1,7 +1,7 @@
 """Tables and figures from results.csv, and the part of a page of the documentation that shows them.
 
-python -m ckptkern.benchmarks.report --page docs/figures.md            write that part again
-python -m ckptkern.benchmarks.report --page docs/figures.md --check    exit status 1 if it is not current
+python -m ckptkern.benchmarks.report --page docs/measurements/figures.md            write that part again
+python -m ckptkern.benchmarks.report --page docs/measurements/figures.md --check    exit status 1 if it is not current
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def example(x: int, /, kind: str = "full", *, by: Callable = noop) -> Iterator[i
 
 
 def test_the_readme_is_short_and_gives_the_figures_that_were_counted_and_measured():
-    readme, figures = (ROOT / "README.md").read_text(), (ROOT / "docs/figures.md").read_text()
+    readme, figures = (ROOT / "README.md").read_text(), (ROOT / "docs/measurements/figures.md").read_text()
     assert len(readme) < 7000
     counted = re.findall(r"(\d+\.\d) GiB saved +matmuls (\d\.\d\d)$", figures, re.MULTILINE)
     assert len(counted) == 9
@@ -209,7 +209,7 @@ def test_the_readme_names_families_whose_layers_were_all_replaced():
 
 
 def test_the_table_of_times_is_that_of_the_results():
-    arguments = ["--page", str(ROOT / "docs/figures.md"), "--results", str(ROOT / "benchmarks/results")]
+    arguments = ["--page", str(ROOT / "docs/measurements/figures.md"), "--results", str(ROOT / "benchmarks/results")]
     assert report.main([*arguments, "--check"]) == 0
 
 
