@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..extras import missing
-from .cases import CHECKPOINT, EAGER, MODES
+from .cases import CHECKPOINT, CHECKPOINTS, EAGER, MODES
 
 SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
 WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: the median may be another program's doing
@@ -153,8 +153,8 @@ def report(folder: Path) -> str:
 
 
 def _of_another(row: dict[str, str]) -> bool:
-    """Returns whether a row measures an implementation that is not ckptkern's and has no column in a page's table."""
-    shown = row["variant"] in (EAGER, CHECKPOINT) or row["variant"].startswith(("ckptkern", "own core"))
+    """Returns whether a row measures an implementation other than eager, torch's checkpoints and ckptkern."""
+    shown = row["variant"] in (EAGER, *CHECKPOINTS) or row["variant"].startswith(("ckptkern", "own core"))
     return not (shown or row["note"].startswith("not a result"))
 
 
