@@ -184,6 +184,7 @@ def summary(folder: Path) -> str:
 
 
 def _step(row: dict[str, str]) -> str:
+    """Returns time / eager and peak of a whole model's step."""
     return f"{_figure(row, 'ratio', '.2f')} · {_bytes(row, 'peak_bytes')}"
 
 
