@@ -176,7 +176,8 @@ def summary(folder: Path) -> str:
         times = [_figure(by_variant[name], "ratio", ".2f") if name in by_variant else "" for name in COLUMNS]
         cases.append([case, *times, f"{fastest['variant']} {_figure(fastest, 'ratio', '.2f')}" if fastest else ""])
     device = env.get("device", folder.name)
-    parts = [f"**{device}**, time / eager. {preface(env)}", table(["case", *COLUMNS, "fastest other"], cases)]
+    measured_by = f"torch {env.get('versions', {}).get('torch', '?')}, {env.get('date', '')[:10]}"
+    parts = [f"**{device}**, time / eager ({measured_by})", table(["case", *COLUMNS, "fastest other"], cases)]
     if models:
         variants = dict.fromkeys(name for rows in models.values() for name in rows)
         lines = [[name, *(_step(rows[name]) if name in rows else "" for rows in models.values())] for name in variants]

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from benchmarks.dev import layer
 from ckptkern.benchmarks import report
-from ckptkern.state import LOADED
 from docs import reference
 
 pytest.importorskip("sybil", reason="needs Sybil, which requirements-dev.txt pins")
@@ -91,10 +90,6 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in PAGES])
 def test_code_blocks_of(page, elsewhere):
-    if LOADED.module is None and page == "docs/concepts/segments.md":
-        pytest.skip(
-            "without the extension a region's random state takes 5 KiB and not 2.5: the page's bytes are others"
-        )
     check(ROOT / page)
 
 
