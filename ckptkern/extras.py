@@ -38,7 +38,7 @@ def from_checkout(module: str, command: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+def progress(title: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A bar on a terminal where rich is installed, which goes when all is done. Yields what is told each stage, and how many
     were before it."""
     if not sys.stderr.isatty() or missing("rich"):
@@ -48,5 +48,5 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda name, done=None: bar.update(task, completed=done, description=f"{what}: {name or 'the model'}")
+        task = bar.add_task(title, total=total)
+        yield lambda name, done=None: bar.update(task, completed=done, description=f"{title}: {name or 'the model'}")

@@ -109,16 +109,16 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
     if kind.package or len(layout.shape) == 2:
         return kind.dequantized(parts, layout, dtype)
     whole = parts[0].new_empty(layout.shape, dtype=dtype)
-    for expert, made in enumerate(whole):
+    for expert, values_of_expert in enumerate(whole):
         own, values = kind.expert(parts, layout, expert)
-        made.copy_(kind.dequantized(values, own, dtype))
+        values_of_expert.copy_(kind.dequantized(values, own, dtype))
     return whole
 
 
 def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
     """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
-    if (found := packed_4bit(data)) is not None:
-        packed, state = found
+    if (packed_and_state := packed_4bit(data)) is not None:
+        packed, state = packed_and_state
         return state is not None and packed.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
     return data.qdata is parts[0] and data.scale is parts[1]
 
@@ -179,8 +179,10 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
     offset, absmax2, code2 = nested or (None, None, None)
     blocksize, *inner = layout.numbers
     state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
-    made = dtype if dtype in FLOATS else torch.float32
-    return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
+    computed = dtype if dtype in FLOATS else torch.float32
+    return dequantize_4bit(
+        packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, computed, offset, state2)
+    )
 
 
 def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
@@ -226,12 +228,12 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 
     def of(parts: Sequence[Tensor]) -> Tensor:
         if layout.kind == "int8":
-            made = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
+            weight = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
         elif layout.kind == "float8":
-            made = quantization.Float8Tensor(*parts, block_size=block, dtype=own)
+            weight = quantization.Float8Tensor(*parts, block_size=block, dtype=own)
         else:
-            made = quantization.IntxUnpackedToInt8Tensor(*parts, getattr(torch, target), tuple(block), own, None)
-        return made.dequantize()
+            weight = quantization.IntxUnpackedToInt8Tensor(*parts, getattr(torch, target), tuple(block), own, None)
+        return weight.dequantize()
 
     if len(layout.shape) == 3 or block[0] != 1:
         return of(parts)
@@ -302,13 +304,13 @@ def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tenso
     step = max(AT_ONCE // max(k, 1) // BLOCK, 1) * BLOCK
     if n <= step:
         return rows_of(slice(0, n)).to(dtype)
-    made: Tensor | None = None
+    weight: Tensor | None = None
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         part = rows_of(rows)
-        made = part.new_empty(layout.shape, dtype=dtype) if made is None else made
-        made[rows] = part
-    return made
+        weight = part.new_empty(layout.shape, dtype=dtype) if weight is None else weight
+        weight[rows] = part
+    return weight
 
 
 KINDS = {  # bytes as measured on a CPU, and a little more
@@ -434,19 +436,19 @@ class Frozen(Tensor):
                 name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
                 results = function(_like(layout), *args[1:])
                 places = [None] if isinstance(results, Tensor) else range(len(results))
-                made = [_made(layout._replace(views=(*layout.views, (name, args[1:], i))), parts) for i in places]
-                return made[0] if isinstance(results, Tensor) else made
+                views = [_made(layout._replace(views=(*layout.views, (name, args[1:], i))), parts) for i in places]
+                return views[0] if isinstance(results, Tensor) else views
             if function is aten._to_copy.default:
                 dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
                 parts = parts if device is None else tuple(part.to(device) for part in parts)
                 return _made(layout._replace(dtype=dtype), parts)
         if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor:
             return _grouped_mm(*args)
-        given = zip(function._schema.arguments, args, strict=False)
-        changed = [one for a, one in given if a.alias_info is not None and a.alias_info.is_write]
+        arguments = zip(function._schema.arguments, args, strict=False)
+        changed = [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write]
         if Frozen in map(type, (*changed, *(kwargs.values() if function._schema.is_mutable else ()))):
             raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
-        args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
+        args, kwargs = tree_map(lambda value: value.dequantize() if type(value) is Frozen else value, (args, kwargs))
         return function(*args, **kwargs)
 
 
@@ -475,26 +477,26 @@ def _like(layout: Layout) -> Tensor:
 
 def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
     like = _like(layout)
-    made = Tensor._make_wrapper_subclass(
+    frozen = Tensor._make_wrapper_subclass(
         Frozen, like.shape, strides=like.stride(), dtype=layout.dtype, device=parts[0].device, requires_grad=False
     )
     names = [f"part{i}" for i in range(len(parts))]
-    vars(made).update(zip(names, parts, strict=True), layout_=layout, part_names=names)
-    return made
+    vars(frozen).update(zip(names, parts, strict=True), layout_=layout, part_names=names)
+    return frozen
 
 
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
     """(bytes of all Frozen among the weights dequantised at once for an op that computes in `dtype`, of the largest alone, of
     experts one expert), each with what is transient while one is dequantised."""
-    found = [w for w in weights if type(w) is Frozen]
-    if not found:
+    frozen = [w for w in weights if type(w) is Frozen]
+    if not frozen:
         return 0, 0
     transient = []
-    for w in found:
+    for w in frozen:
         of_each, numel = KINDS[w.kind].transient, math.prod(w.layout_.shape[-2:])
         transient.append(int(of_each * (numel if of_each < 1 else min(numel, AT_ONCE))))
-    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in found) * dtype.itemsize
-    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in found)
+    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in frozen) * dtype.itemsize
+    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in frozen)
     return whole + max(transient), max(map(operator.add, singles, transient))
 
 
@@ -503,27 +505,27 @@ def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
 
 def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of a library op of ours with the parts of each Frozen in its place, and a string that says so."""
-    given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
     flat: list[Tensor | None] = []
     places = []
-    for i, tensor in enumerate(given["tensors"]):
+    for i, tensor in enumerate(arguments["tensors"]):
         if type(tensor) is Frozen:
             dtype = str(tensor.dtype).removeprefix("torch.")
             places.append((i, len(tensor.parts), tuple(tensor.layout_._replace(dtype=dtype))))
             flat += tensor.parts
         else:
             flat.append(tensor)
-    return list((given | {"tensors": flat, "strings": [*given["strings"], f"{_MARK}{places!r}"]}).values())
+    return list((arguments | {"tensors": flat, "strings": [*arguments["strings"], f"{_MARK}{places!r}"]}).values())
 
 
 def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Sequence[Tensor | None]:
     """The inverse of `flattened`."""
     if not strings or not strings[-1].startswith(_MARK):
         return tensors
-    rest, made, done = iter(tensors), [], 0
+    rest, result, done = iter(tensors), [], 0
     for place, count, (kind, shape, dtype, numbers, views) in ast.literal_eval(strings[-1].removeprefix(_MARK)):
-        made += [next(rest) for _ in range(place - done)]
+        result += [next(rest) for _ in range(place - done)]
         layout = Layout(kind, shape, getattr(torch, dtype), numbers, views)
-        made.append(_made(layout, [next(rest) for _ in range(count)]))
+        result.append(_made(layout, [next(rest) for _ in range(count)]))
         done = place + 1
-    return [*made, *rest]
+    return [*result, *rest]

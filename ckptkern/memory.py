@@ -85,7 +85,7 @@ class SavedTensors:
     def __str__(self) -> str:
         count = len(self.tensors)
         lines = [f"{format_size(self.bytes):>9} in {count} tensor{'' if count == 1 else 's'}"]
-        for shape, dtype, nbytes in sorted(self.tensors, key=lambda one: -one[2]):
+        for shape, dtype, nbytes in sorted(self.tensors, key=lambda row: -row[2]):
             lines.append(f"{format_size(nbytes):>9}  {str(dtype).removeprefix('torch.'):8}  {list(shape)}")
         return "\n".join(lines)
 

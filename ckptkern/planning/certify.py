@@ -75,7 +75,7 @@ class Certificate:
     @property
     def failures(self) -> list[str]:
         """ "loss" and names of parameters whose error is too large, or not a number."""
-        named = [("loss", *self.loss), *((one.name, one.eager, one.ours) for one in self.gradients)]
+        named = [("loss", *self.loss), *((gradient.name, gradient.eager, gradient.ours) for gradient in self.gradients)]
         return [name for name, eager, ours in named if not ours <= self.allowed(eager)]
 
     @property
@@ -93,7 +93,10 @@ class Certificate:
             lines.append(f"replaced, but ran as before convert: {', '.join(self.unused)}")
         if not self.replaced:
             lines.append("nothing was replaced: print(ckptkern.convert(model, ...)) says why")
-        largest = [max(errors) for errors in zip(*((one.eager, one.ours) for one in self.gradients), strict=True)]
+        largest = [
+            max(errors)
+            for errors in zip(*((gradient.eager, gradient.ours) for gradient in self.gradients), strict=True)
+        ]
         summary = [
             ("against float64", "unmodified", "converted"),
             ("error of the loss", *map("{:.1e}".format, self.loss)),
@@ -105,8 +108,11 @@ class Certificate:
         lines.append(f"passes: at most {self.tolerance:g} times the unmodified model's error, or {self.allowed(0):.1e}")
         off = "off, because ckptkern's masks are not torch's of the same seed"
         lines.append(f"dropout: {'none' if self.dropout else off}")
-        order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
-        errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
+        order = sorted(self.gradients, key=lambda gradient: -gradient.ours / self.allowed(gradient.eager))
+        errors = [
+            (gradient.name, f"{gradient.eager:.1e}", f"{gradient.ours:.1e}", f"{gradient.ratio:.2f}")
+            for gradient in order[:most]
+        ]
         groups = alike(Row(name, "", by) for name, by in self.replaced.items())
         replaced = [(name, str(rows[0].replaced_by)) for name, rows in groups]
         for table in (
@@ -189,9 +195,11 @@ def certify(
         convert(ours, *example_inputs, **example_kwargs)
     forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
     before = {name: dict(forward.calls) for name, forward in forwards.items()}
-    theirs, converted = (ran(one, batch, loss, not is_random) for one in (eager, ours))
+    theirs, converted = (ran(m, batch, loss, not is_random) for m in (eager, ours))
     as_said = "fused", "checkpointed"
-    unused = [name for name, one in forwards.items() if all(one.calls[how] == before[name][how] for how in as_said)]
+    unused = [
+        name for name, forward in forwards.items() if all(forward.calls[how] == before[name][how] for how in as_said)
+    ]
     replaced = replaced_by(ours)
     del ours, forwards
     try:
@@ -202,8 +210,8 @@ def certify(
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
         ) from error
-    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(one, exact) for one in (theirs, converted))
-    eps = max(torch.finfo(one.dtype).eps for one in theirs.gradients.values())
+    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(run, exact) for run in (theirs, converted))
+    eps = max(torch.finfo(gradient.dtype).eps for gradient in theirs.gradients.values())
     return Certificate(
         list(map(GradientError, exact.gradients, errors, errors_of_ours)),
         loss=(loss_of_theirs, loss_of_ours),
@@ -226,12 +234,12 @@ def copied(model: nn.Module) -> nn.Module:
 
 def replaced_by(model: nn.Module) -> dict[str, str]:
     """What replaces each module that convert changed, by name."""
-    found = {}
+    names = {}
     for name, module in model.named_modules():
         if is_converted(module):
             kind = type(forward_of(module)).__name__
-            found[name] = OTHERS.get(kind) or server_of(module) or kind
-    return found
+            names[name] = OTHERS.get(kind) or server_of(module) or kind
+    return names
 
 
 def random(model: nn.Module, call: Call) -> bool:
@@ -239,7 +247,7 @@ def random(model: nn.Module, call: Call) -> bool:
     args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
         outputs = [model(*args, **kwargs) for _ in range(2)]
-    tensors = [parts_of(dict(one) if hasattr(one, "keys") else one) for one in outputs]
+    tensors = [parts_of(dict(output) if hasattr(output, "keys") else output) for output in outputs]
     return not all(map(torch.equal, *tensors))
 
 
@@ -260,12 +268,14 @@ def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
     """Returns the sum of tensors, each times fixed random numbers."""
     seed = torch.Generator().manual_seed(0)
-    return torch.stack([(one * torch.randn(one.shape, generator=seed).to(one)).double().sum() for one in wanted]).sum()
+    return torch.stack(
+        [(tensor * torch.randn(tensor.shape, generator=seed).to(tensor)).double().sum() for tensor in wanted]
+    ).sum()
 
 
 def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
     """Returns the relative errors of the loss and of each gradient."""
-    floor = 1e-2 * max((rms(one) for one in exact.gradients.values()), default=0.0)
+    floor = 1e-2 * max((rms(gradient) for gradient in exact.gradients.values()), default=0.0)
 
     def error(of: Tensor, to: Tensor, least: float = 0.0) -> float:
         return rms(of.double() - to.double()) / max(rms(to), least, 1e-300)

@@ -62,7 +62,7 @@ class Seeds(Function):
 
     @staticmethod
     def forward(ctx, *results: Tensor) -> Tensor:
-        ctx.like = [(one.shape, one.dtype) for one in results]
+        ctx.like = [(result.shape, result.dtype) for result in results]
         return results[0].new_zeros(())
 
     @staticmethod
@@ -90,7 +90,7 @@ class Alone(nn.Module):
     def forward(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = mapped(as_result, (args, kwargs))
         output = self.region(*args, **kwargs)
-        results = [one for one in tensors_in(output) if one.requires_grad]
+        results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         return Seeds.apply(*results) if results else torch.zeros((), requires_grad=True)
 
 
@@ -100,9 +100,9 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     step = Step()
     step.names |= names
     step = step_of(alone, (call, {}), [("", alone.region)], step=step)
-    forward = next(one for one in step.stretches if one.region is not None)
-    backward = list(itertools.dropwhile(lambda one: not one.backward or one.region is None, step.stretches))
-    rise = max((one.highest - backward[0].start for one in backward), default=0)
+    forward = next(stretch for stretch in step.stretches if stretch.region is not None)
+    backward = list(itertools.dropwhile(lambda stretch: not stretch.backward or stretch.region is None, step.stretches))
+    rise = max((stretch.highest - backward[0].start for stretch in backward), default=0)
     cost = Cost(step.seconds, step.flops, forward.highest - forward.start, max(0, rise), max(0, rise - step.gradients))
     return cost, held_of(step.calls[0][0].saved, step)
 
@@ -115,7 +115,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     device, start = device_of(alone, call), time.perf_counter()
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
-    leaves = [one for one in (*alone.parameters(), *tensors_in(call)) if one.is_leaf]
+    leaves = [tensor for tensor in (*alone.parameters(), *tensors_in(call)) if tensor.is_leaf]
 
     def prepare() -> Callable[[], Any]:
         set_gradients(leaves)
@@ -161,13 +161,13 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
 
 def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy]) -> int:
     """Returns the place of the kind that the region is of, which may be a new one."""
-    gradients = [one.requires_grad for one in tensors_in(call)]
+    gradients = [tensor.requires_grad for tensor in tensors_in(call)]
     for i, kind in enumerate(kinds):
         with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
             if (
                 kind.first.replaced_by == segment.replaced_by
                 and call_kinds([kind.call]) == call_kinds([call])
-                and gradients == [one.requires_grad for one in tensors_in(kind.call)]
+                and gradients == [tensor.requires_grad for tensor in tensors_in(kind.call)]
                 and same_inside(segment.name, segment.module, kind.first.name, kind.first.module)
             ):
                 return i
@@ -194,19 +194,19 @@ def measure(
     rest = held_of(recorded.outside, recorded)
     table = Table(example, [], [], rest, Workspaces(example.model), workspace, rates)
     numbers = {
-        i: [kind_of(table.kinds, segments[i], one.call, strategies[i]) for one in calls]
+        i: [kind_of(table.kinds, segments[i], recorded_call.call, strategies[i]) for recorded_call in calls]
         for i, calls in sorted(recorded.calls.items())
     }
     fill(table, shown)
     for i, own in numbers.items():  # of the regions that the model calls
         held = []
         for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # in each strategy, alone
-            found = []
+            held_by_calls = []
             for called, alone in zip(recorded.calls[i], of_calls, strict=True):
                 if not called.hidden:
                     named = [called.names[tuple(place)] for _, *place in alone.shared]
-                    found.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
-            held.append(joined(found))
+                    held_by_calls.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
+            held.append(joined(held_by_calls))
         table.rows.append(Measured(segments[i], own, strategies[i], held))
     return table
 

@@ -190,8 +190,8 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
     if record is None:
         return segments
     # blocks in which there is no region: those with which a step peaks lowest
-    found = Cuts(record, selected(model, include, exclude) - taken, slices=False)
-    cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
+    candidates = Cuts(record, selected(model, include, exclude) - taken, slices=False)
+    cuts = candidates.best(is_asked=True, of=lambda peak, saved: (peak, saved))
     names = {m: name for name, m in model.named_modules()}
     return segments + [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
@@ -254,8 +254,8 @@ def plan(
             )
     if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
-    name, given = ("saved", saved) if budget is None else ("budget", budget)
-    limit = math.inf if given is None else bytes_of("plan", name, given)
+    name, bound_given = ("saved", saved) if budget is None else ("budget", budget)
+    limit = math.inf if bound_given is None else bytes_of("plan", name, bound_given)
     by_peak = budget is not None
     example = Example("plan", model, (example_inputs, example_kwargs), loss)
     with converted(example) as shown:
@@ -271,7 +271,7 @@ def plan(
             """In the ops' own workspace, or in a smaller one than of another table."""
             if larger is None:
                 segments = found_segments(example, include, exclude)
-                strategies = [one.strategies(stores) for one in segments]
+                strategies = [segment.strategies(stores) for segment in segments]
                 table = measure(example, segments, strategies, shown, RATES.get(device))
             else:
                 table = narrower(larger, shown)
@@ -289,7 +289,7 @@ def plan(
 
         table = agreed(measured, group)
         bound = limit
-        if adapt or given is None:
+        if adapt or bound_given is None:
             bound = min(limit, room(table, by_peak, table.uniform("full")))
         chosen = Plan(table, int(bound), Search(table, smaller) if by_peak else None)
     if adapt:
@@ -325,8 +325,8 @@ class Frontier:
             (str(n), size(int(peak)) if math.isfinite(peak) else "does not fit")
             for n, peak in sorted(self.tried.items())
         ]
-        found = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
-        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), found])
+        result = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
+        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), result])
 
 
 def frontier(

@@ -117,9 +117,9 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     with converted(example, stays=False) as shown:
         segments = found_segments(example)
         strategies = []  # one mode for the whole region, and a forward of PyTorch's alone: replaced by convert, or not yet
-        for one in segments:
-            has_eager = one.forward is not None or one.is_block or ORIGINAL_CLASS in one.module.__dict__
-            modes = [Strategy(mode) for mode in one.modes() if isinstance(mode, str)]
+        for segment in segments:
+            has_eager = segment.forward is not None or segment.is_block or ORIGINAL_CLASS in segment.module.__dict__
+            modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
             strategies.append([ORIGINAL, *modes] if has_eager else modes)
         table = measure(example, segments, strategies, shown)
         totals = {}

@@ -74,18 +74,18 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
     """(groups, bytes that count whatever is chosen)."""
     fixed, owner = dict(rest.shared), dict[tuple, int]()
     for i, own in enumerate(held):
-        always = set.intersection(*(set(one.shared) for one in own))
-        for name, nbytes in [item for one in own for item in one.shared.items()]:
+        always = set.intersection(*(set(saved_in.shared) for saved_in in own))
+        for name, nbytes in [item for option in own for item in option.shared.items()]:
             if owner.setdefault(name, i) != i or name in always:
                 fixed[name] = nbytes
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
-        private = [one.own + sum(n for name, n in one.shared.items() if name not in fixed) for one in own]
+        private = [option.own + sum(n for name, n in option.shared.items() if name not in fixed) for option in own]
         strategies: list[int] = []  # that can run, for which no other costs less or the same and saves no more
         for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
             if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
                 strategies.insert(0, w)  # the one that saves least first
-        picked = ([one[w] for w in strategies] for one in (cost, private))
+        picked = ([figures[w] for w in strategies] for figures in (cost, private))
         groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
     return list(groups.values()), rest.own + sum(fixed.values())
 

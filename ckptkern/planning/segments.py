@@ -119,17 +119,17 @@ class Workspaces:
         self.given: list[tuple[Any, int | str | None]] = []
         for module in model.modules():
             forward = forward_of(module)
-            found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
+            ops = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
             if forward is not None:
-                found += [forward, *(run for *_, run in runs_of(module))]
-            self.given += [(one, one.workspace) for one in found]
+                ops += [forward, *(run for *_, run in runs_of(module))]
+            self.given += [(op, op.workspace) for op in ops]
 
     def set(self, size: int | None) -> None:
         """At most so many bytes for each; None is what they were given."""
         self.size = size
-        for one, own in self.given:
+        for op, own in self.given:
             is_larger = own is None or (size is not None and parse_bytes("plan", own) > size)
-            one.workspace = size if size is not None and is_larger else own
+            op.workspace = size if size is not None and is_larger else own
 
     @contextlib.contextmanager
     def at(self, size: int | None) -> Iterator[None]:
@@ -148,7 +148,7 @@ def segments_of(
 ) -> list[Segment]:
     """Returns the outermost modules that have a mode, and runs of layers, in the model's order. include, exclude: as in
     convert."""
-    found: list[Segment] = []
+    segments: list[Segment] = []
     inside: set[nn.Module] = set()
     allowed = selected(model, include, exclude)
     for name, module in model.named_modules():
@@ -156,8 +156,8 @@ def segments_of(
         if replaced_by is not None:
             inside.update(module.modules())
             parts = [(f"{name}[{start}:{stop}]", run.module) for start, stop, run in runs_of(module)]
-            found += [Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)]]
-    return found
+            segments += [Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)]]
+    return segments
 
 
 def runs_of(module: nn.Module) -> list[tuple[int, int, Fused | General]]:
@@ -170,7 +170,7 @@ def server_of(module: nn.Module) -> str | None:
     """What replaces a module that has a mode."""
     forward = forward_of(module)
     if isinstance(forward, Fused):
-        return next(one.op for one in forward.segments.values() if one is not None)
+        return next(segment.op for segment in forward.segments.values() if segment is not None)
     if isinstance(forward, Runs):
         return server_of(forward.runs[0][-1].module)
     if isinstance(forward, General):
@@ -203,7 +203,7 @@ def original_forwards(model: nn.Module) -> Iterator[None]:
     """The model as it was before convert, for a while."""
     before = []
     try:
-        for module in [m for one in model.modules() for m in (one, *(run.module for *_, run in runs_of(one)))]:
+        for module in [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]:
             forward = module.__dict__.get("forward")
             before.append((module, type(module), forward))
             if isinstance(forward, Forward) and not isinstance(forward, Runs):

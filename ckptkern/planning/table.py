@@ -95,12 +95,12 @@ class Example:
         self.op, self.model, self.call = op, model, call
         self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
         leaves = *model.parameters(), *tensors_in(call)
-        self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
+        self.there = [leaf for leaf in leaves if leaf.is_leaf and leaf.grad is not None]
         self.device = device_of(model, call)
 
     def step(self, segments: Sequence[Segment] = (), backs: bool = True) -> Step:
         """Records it, with the model as it is. backs=False: a forward, of which nothing is left but the figures and calls."""
-        regions, step = [(one.name, one.module) for one in segments], Step(backs)
+        regions, step = [(segment.name, segment.module) for segment in segments], Step(backs)
         return step_of(self.model, self.call, regions, loss=self.loss, there=self.there, step=step)
 
 
@@ -159,7 +159,7 @@ class Table:
     def rise(self, chosen: Choice) -> int:
         """The most that a smaller workspace could take from the peak."""
         stretches = self.step(self.uniform("full")).stretches
-        outside = [one.highest - one.start for one in stretches if one.region is None]
+        outside = [stretch.highest - stretch.start for stretch in stretches if stretch.region is None]
         return max(*outside, *(max(cost.forward, cost.transient) for cost in self.costs(chosen)))
 
     def saved(self, chosen: Choice) -> int:
@@ -247,9 +247,9 @@ def standing_lines(standing: Sequence[Alive]) -> list[str]:
 def joined(held: Iterable[Held]) -> Held:
     """Returns what several owners save together."""
     own, shared = 0, dict[tuple, int]()
-    for one in held:
-        own += one.own
-        shared.update(one.shared)
+    for part in held:
+        own += part.own
+        shared.update(part.shared)
     return Held(own, shared)
 
 

@@ -98,7 +98,7 @@ def _keep_mask_fake(state: Tensor, threshold: int, planes: int, rows: int, cols:
 @torch.library.register_vmap("ckptkern::keep_mask")
 def _keep_mask_vmap(info, in_dims, state: Tensor, *arguments: int) -> tuple[Tensor, int]:
     states = state.movedim(in_dims[0], 0).unbind()
-    return torch.stack([_keep_mask_op(one, *arguments) for one in states]), 0
+    return torch.stack([_keep_mask_op(state, *arguments) for state in states]), 0
 
 
 _LOW = 0xFFFFFFFF

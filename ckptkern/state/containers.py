@@ -31,10 +31,10 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
         return None
 
     def filled(like: Any, held: tuple[Any, ...]) -> Any:
-        made = copy.copy(like)
-        for name, one in zip(names, held, strict=True):
-            put(made, name, one)
-        return made
+        copied = copy.copy(like)
+        for name, item in zip(names, held, strict=True):
+            put(copied, name, item)
+        return copied
 
     try:
         held = tuple(get(value, name) for name in names)

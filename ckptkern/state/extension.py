@@ -84,13 +84,13 @@ def folders() -> tuple[Path, list[Path]]:
         repr(FLAGS).encode(), *(part for path in sources for part in (path.name.encode(), path.read_bytes()))
     )
     common = f"torch{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{source}"
-    found, by = compiler(), "none"
-    if found is not None:
-        status = found.stat()
-        by = digest_of(f"{found} {status.st_size} {status.st_mtime_ns}".encode())[:8]
+    compiler_path, by = compiler(), "none"
+    if compiler_path is not None:
+        status = compiler_path.stat()
+        by = digest_of(f"{compiler_path} {status.st_size} {status.st_mtime_ns}".encode())[:8]
     folder = cache() / "extension"
     own = folder / f"{common}-{by}"
-    return own, [own] if found is not None else sorted(folder.glob(f"{common}-*"))
+    return own, [own] if compiler_path is not None else sorted(folder.glob(f"{common}-*"))
 
 
 def is_private(path: Path) -> bool:
@@ -209,15 +209,15 @@ def loaded() -> Loaded:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, but is {choice!r}")
     if choice == "python":
         return Loaded(None, f"{VARIABLE}=python")
-    found = of_package()
+    extension = of_package()
     try:
-        found = found or cached()
-        if found is None and choice == "cached":
+        extension = extension or cached()
+        if extension is None and choice == "cached":
             return Loaded(None, f"none is built, and {VARIABLE}=cached builds none")
-        if found is None:
-            found = Loaded(imported(path := built()), str(path))
-        sys.modules[NAME] = found.module
-        return found
+        if extension is None:
+            extension = Loaded(imported(path := built()), str(path))
+        sys.modules[NAME] = extension.module
+        return extension
     except (Unavailable, OSError, ImportError, RuntimeError) as error:  # RuntimeError: there is no home
         why = str(error)
     if choice == "required":

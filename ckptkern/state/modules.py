@@ -101,7 +101,7 @@ def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
 
 
 def are_scalars(values: Any) -> bool:
-    return len(values) <= FEW and all(type(one) in SCALARS for one in values)
+    return len(values) <= FEW and all(type(value) in SCALARS for value in values)
 
 
 def is_container(value: Any) -> bool:
@@ -258,7 +258,7 @@ class ModuleState:
                 self.entries += [Entry(space, name, ABSENT) for name in added]
             if kind is not type(space.module):  # a lazy module, which also removes its hook
                 self.attributes[i] = space, type(space.module), count
-                self.entries = [one for one in self.entries if not (one.items and one.space is space)]
+                self.entries = [entry for entry in self.entries if not (entry.items and entry.space is space)]
                 self.add_dicts(space)
         for entry in self.entries:
             if entry.tensor is not None:
@@ -273,9 +273,11 @@ class ModuleState:
     def parameters(self) -> list[nn.Parameter]:
         """Returns those of own modules."""
         own = (
-            one for one in self.entries if one.space.own and one.space.kind == "parameters" and one.tensor is not None
+            entry
+            for entry in self.entries
+            if entry.space.own and entry.space.kind == "parameters" and entry.tensor is not None
         )
-        return [one.value for one in own if one.original is None]
+        return [entry.value for entry in own if entry.original is None]
 
     def reclassed(self) -> list[tuple[nn.Module, type]]:
         """Returns (module, its class in forward) of modules that have another class now: they cannot run."""
@@ -284,7 +286,7 @@ class ModuleState:
     def changed(self) -> list[tuple]:
         """Returns, after enter(), (objects, module or None, name, version now, version after forward) of what was changed in
         place since, and of what forward updated without a copy from before. A recompute must not read these objects."""
-        found = []
+        changes = []
         for entry in self.entries:
             space, x = entry.space, entry.tensor
             if x is None or x.is_inference() or space.norm:
@@ -297,9 +299,9 @@ class ModuleState:
             is_fsdps = is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost)
             if is_fsdps and not exchangeable(there, entry.value, space.kind == "parameters"):
                 continue
-            objects = [one for one in (entry.value, there, original) if is_of(one, Tensor)]
-            found.append((objects, space.module, entry.name, now, entry.version))
-        return found
+            objects = [value for value in (entry.value, there, original) if is_of(value, Tensor)]
+            changes.append((objects, space.module, entry.name, now, entry.version))
+        return changes
 
     def enter(self, undo: list[Callable[[], None]]) -> None:
         """Puts back what differs; adds to `undo` what undoes it, and also what the recompute assigned. Parameters that are
@@ -367,5 +369,5 @@ def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], d
     elif is_of(value, nn.Module):
         modules.add_module(value, own=False)
     elif depth == 0 and type(value) in (tuple, list):
-        for one in value:
-            reach(one, modules, generators, 1)
+        for element in value:
+            reach(element, modules, generators, 1)

@@ -21,9 +21,9 @@ __all__ = [
 
 def library() -> torch.library.Library:
     """Defines the ops `rng_state` and `keep_mask`, which are there as long as what it returns."""
-    made = torch.library.Library("ckptkern", "FRAGMENT")
-    made.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
-    made.define(
+    ops = torch.library.Library("ckptkern", "FRAGMENT")
+    ops.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    ops.define(
         "keep_mask(Tensor state, int threshold, SymInt planes, SymInt rows, SymInt cols, SymInt plane_base, SymInt row_base, "
         "SymInt col_base, SymInt total_rows) -> Tensor"
     )
@@ -31,8 +31,8 @@ def library() -> torch.library.Library:
     def rng_state(nonce: Tensor) -> Tensor:
         return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (2,), device=nonce.device))
 
-    made.impl("rng_state", rng_state, "CompositeExplicitAutograd")
-    return made
+    ops.impl("rng_state", rng_state, "CompositeExplicitAutograd")
+    return ops
 
 
 @unseen

@@ -73,7 +73,7 @@ def float32(backend: str, op: str) -> Setting:
 FLOAT32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
 CUDA_CONV, CUDA_RNN, DETERMINISTIC = 1, 2, 11
 SETTINGS = (
-    *(float32(*one) for one in FLOAT32),
+    *(float32(*names) for names in FLOAT32),
     pair(_C._get_cublas_allow_fp16_reduced_precision_reduction, _C._set_cublas_allow_fp16_reduced_precision_reduction),
     pair(_C._get_cublas_allow_bf16_reduced_precision_reduction, _C._set_cublas_allow_bf16_reduced_precision_reduction),
     setting(_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
@@ -91,7 +91,7 @@ SETTINGS = (
     setting(_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
     setting(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
 )
-READS = tuple(one.read for one in SETTINGS)
+READS = tuple(setting.read for setting in SETTINGS)
 
 # Guards of all threads that may have to write something back, oldest first: what each overwrote, by its place in SETTINGS, and
 # (cuda, all) as the last. Whatever the order in which they leave, the process ends with the settings from before the first.
@@ -108,10 +108,10 @@ def impose(wanted: list[Any], debt: dict[int, Any]) -> None:
         if SETTINGS[i].read() != wanted[i] and SETTINGS[i].raw() is IMPLICIT:
             debt[CUDA_ALL] = raw_parent("cuda")
             _set("cuda", "all", wanted[i])
-    for i, one in enumerate(SETTINGS):
-        if one.read() != wanted[i]:
-            owed = one.raw()
-            one.write(wanted[i])
+    for i, setting in enumerate(SETTINGS):
+        if setting.read() != wanted[i]:
+            owed = setting.raw()
+            setting.write(wanted[i])
             debt[i] = owed
 
 
@@ -140,7 +140,7 @@ def enter_process(wanted: list[Any]) -> dict[int, Any] | None:
 
 def exit_process(debt: dict[int, Any]) -> None:
     with LOCK:
-        (place,) = (i for i, one in enumerate(_debts) if one is debt)
+        (place,) = (i for i, other in enumerate(_debts) if other is debt)
         if place == len(_debts) - 1:
             repay(debt)
         else:  # a younger guard of another thread is still open: it writes back for this one

@@ -124,7 +124,7 @@ class SegmentState:
         if preserve_rng_state:
             of_devices = (torch.get_device_module(d).default_generators[d.index] for d in devices)
             generators = [torch.default_generator, *self.modules.generators, *self.generators, *of_devices]
-            self.random = [(one, read_generator(one)) for one in generators]
+            self.random = [(generator, read_generator(generator)) for generator in generators]
         self.recorded: list[Tensor] | None = [] if not preserve_rng_state or _thread.drawings else None
 
     @property
@@ -151,9 +151,9 @@ class SegmentState:
             return place
         kind = type(value)
         if kind is tuple or kind is list:
-            return kind, [self.take(one, depth + 1) for one in value]
+            return kind, [self.take(item, depth + 1) for item in value]
         if is_of(value, tuple) and hasattr(value, "_make"):
-            return kind._make, [self.take(one, depth + 1) for one in value]
+            return kind._make, [self.take(item, depth + 1) for item in value]
         if kind is dict:
             keys = list(value)
             return lambda held: dict(zip(keys, held, strict=True)), [self.take(value[key], depth + 1) for key in keys]
@@ -161,7 +161,7 @@ class SegmentState:
             if issubclass(kind, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
                 parts = take_apart(value)
                 if parts is not None:
-                    return parts[1], [self.take(one, depth + 1) for one in parts[0]]
+                    return parts[1], [self.take(item, depth + 1) for item in parts[0]]
             reach(value, self.modules, self.generators, depth)
         return None, value
 
@@ -230,7 +230,7 @@ def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
     make, held = taken
     if make is None:
         return held
-    held = [given_again(one, tensors) for one in held]
+    held = [given_again(child, tensors) for child in held]
     return held if make is list else make(tuple(held))
 
 

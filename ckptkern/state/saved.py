@@ -55,8 +55,10 @@ class SavedTensors:
             self.watched[id(parameter)] = TensorWeakRef(parameter), parameter._version
 
     def moved(self) -> list[tuple[int, Tensor, int]]:
-        found = ((key, reference(), version) for key, (reference, version) in self.watched.items())
-        return [one for one in found if one[1] is not None and one[1]._version != one[2]]
+        parameters = ((key, reference(), version) for key, (reference, version) in self.watched.items())
+        return [
+            parameter for parameter in parameters if parameter[1] is not None and parameter[1]._version != parameter[2]
+        ]
 
     def changed(self) -> tuple[Tensor, int, int] | None:
         """Returns (parameter, its version now, its version in forward) of a changed one."""
@@ -80,12 +82,12 @@ class SavedTensors:
 
     def placeholders(self) -> list[Placeholder]:
         """Returns those for which backward can still ask."""
-        return [one for reference in self.places if (one := reference()) is not None]
+        return [placeholder for reference in self.places if (placeholder := reference()) is not None]
 
     def drop(self, key: int) -> None:
         """Frees what a failed recompute has handed out."""
-        for one in self.placeholders():
-            one.values.pop(key, None)
+        for placeholder in self.placeholders():
+            placeholder.values.pop(key, None)
 
     @unseen
     def hold(self, key: int, limit: int) -> int | None:
@@ -96,9 +98,9 @@ class SavedTensors:
             for reference, _ in self.watched.values()
             if (x := reference()) is not None and _C._has_storage(x)
         }
-        size, found = 0, [one for one in self.placeholders() if key in one.values]
-        for one in found:
-            x, _ = one.values[key]
+        size, filled = 0, [placeholder for placeholder in self.placeholders() if key in placeholder.values]
+        for placeholder in filled:
+            x, _ = placeholder.values[key]
             if not _C._has_storage(x):  # sparse, jagged and other subclasses: their bytes are not known here
                 return None
             storage = x.untyped_storage()
@@ -107,9 +109,9 @@ class SavedTensors:
                 size += storage.nbytes()
         if 0 <= limit < size:
             return None
-        for one in found:
-            x, _ = one.values.pop(key)
-            one.values[HELD] = x, version_of(x)
+        for placeholder in filled:
+            x, _ = placeholder.values.pop(key)
+            placeholder.values[HELD] = x, version_of(x)
         return size
 
     def leaves_out(self) -> bool:
@@ -215,16 +217,16 @@ def left_out() -> frozenset[int]:
         return frozenset()
     looked_at, leaves = _left_out  # at once: another thread's pass may be next
     if task != looked_at:
-        pending, seen, found = [node], {node}, set()
-        for one in pending:
-            for following, _ in one.next_functions:
+        pending, seen, ids = [node], {node}, set()
+        for visited in pending:
+            for following, _ in visited.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     pending.append(following)
                     leaf = getattr(following, "variable", None)
                     if leaf is not None and not executes(following)[0]:
-                        found.add(id(leaf))
-        _left_out = task, leaves = task, frozenset(found)
+                        ids.add(id(leaf))
+        _left_out = task, leaves = task, frozenset(ids)
     return leaves
 
 
@@ -282,7 +284,7 @@ class GradientSums:
         """Adds what a node sends to a place; returns the sum, if it is the last in this backward pass."""
         key = place, _C._current_graph_task_id()
         if key not in self.sums:
-            self.sums[key] = _Sum({one for one in self.senders[place] if executes(self.nodes[one])[0]}, [])
+            self.sums[key] = _Sum({node for node in self.senders[place] if executes(self.nodes[node])[0]}, [])
         waits, total = self.sums[key]
         for grad in grads:
             wide = grad.float()
@@ -305,8 +307,8 @@ def _hold_back(
     """Is the hook of a node that sends to each of these places the gradients of these numbers among those that it forms."""
     sent = list(grads)
     for place, slots in places.items():
-        given = [i for i in slots if grads[i] is not None]
-        total = sums().add(sender, place, [grads[i] for i in given])
-        for i in given:
+        present = [i for i in slots if grads[i] is not None]
+        total = sums().add(sender, place, [grads[i] for i in present])
+        for i in present:
             sent[i], total = total, None
     return tuple(sent)

@@ -148,24 +148,26 @@ class _Lane:
             if copy.out is not None:  # the source is still here
                 if copy.out.resident._version != copy.version:
                     raise changed_in_place(copy.out.resident, copy.version)
-                found = copy.out.resident
+                resident = copy.out.resident
             else:
                 flight, copy.back = copy.back or self.bring(copy.buffer, self.stream()), None
                 flight.join(self.stream())
-                found = flight.resident
+                resident = flight.resident
             # start the copies that backward wants next: those put before this one, latest first
             before = (self.copies.get(n) for n in range(copy.number - 1, max(copy.number - 65, -1), -1))
             window = list(
-                itertools.islice((one for one in before if one is not None and one.out is None), self.prefetch)
+                itertools.islice(
+                    (earlier for earlier in before if earlier is not None and earlier.out is None), self.prefetch
+                )
             )
-            for one in filter(None, (weak() for weak in self.ahead)):
-                if one not in window:  # backward went elsewhere
-                    one.back = None
-            for one in window:
-                if one.back is None:
-                    one.back = self.bring(one.buffer, self.stream())
-            self.ahead = [weakref.ref(one) for one in window]
-        return found.view(copy.dtype)
+            for earlier in filter(None, (weak() for weak in self.ahead)):
+                if earlier not in window:  # backward went elsewhere
+                    earlier.back = None
+            for earlier in window:
+                if earlier.back is None:
+                    earlier.back = self.bring(earlier.buffer, self.stream())
+            self.ahead = [weakref.ref(earlier) for earlier in window]
+        return resident.view(copy.dtype)
 
 
 class offload(Store):

@@ -67,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if command == "report":
         add("--figure", type=Path, metavar="FILE", help="draw memory over the step into this file (needs matplotlib)")
         bound = parser.add_mutually_exclusive_group()
-        for name, what in (("budget", "peak"), ("saved", "number of saved bytes")):
-            text = f"show what ckptkern.plan chooses for this {what}, such as 20GiB (needs scipy)"
+        for name, amount in (("budget", "peak"), ("saved", "number of saved bytes")):
+            text = f"show what ckptkern.plan chooses for this {amount}, such as 20GiB (needs scipy)"
             bound.add_argument(f"--{name}", metavar="SIZE", help=text)
         return
     add("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
     add("--workspace", metavar="SIZE", help="transient memory of each region, such as 16MiB (default: the device's)")
-    for name, what in (("include", "only"), ("exclude", "no")):
-        text = f"{what} modules of this name, wildcards allowed; may be repeated"
+    for name, amount in (("include", "only"), ("exclude", "no")):
+        text = f"{amount} modules of this name, wildcards allowed; may be repeated"
         add(f"--{name}", action="append", metavar="NAME", help=text)
     add(
         "--otherwise",

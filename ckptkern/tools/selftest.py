@@ -48,11 +48,11 @@ def random_inputs(
     for name, (rows, columns) in LAYERS[op].items():
         shapes |= {f"{name}weight": (sizes[rows], sizes[columns]), f"{name}bias": (sizes[rows],)}
     options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    wide, found = torch.promote_types(dtype, torch.float32), {}
+    wide, tensors = torch.promote_types(dtype, torch.float32), {}
     for name, shape in shapes.items():
         value = torch.randn(shape, dtype=wide, **options) * (shape[1] ** -0.5 if name.endswith("weight") else 1.0)
-        found[name] = value.to(dtype).requires_grad_()
-    return found
+        tensors[name] = value.to(dtype).requires_grad_()
+    return tensors
 
 
 def call(op: str, t: Tensors, **options: str) -> Tensor:
@@ -100,17 +100,17 @@ def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Te
         leaf.grad = None
     y = function()
     y.backward(dy)
-    found = {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    results = {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     for leaf in leaves.values():
         leaf.grad = None
-    return found
+    return results
 
 
-def relative_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
+def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
     """||found - exact|| / ||exact|| for every tensor; infinite where one is missing or not finite."""
     errors = {}
     for name, reference in exact.items():
-        value = found.get(name)
+        value = tensors.get(name)
         if value is None or value.shape != reference.shape or not bool(torch.isfinite(value).all()):
             errors[name] = float("inf")
             continue
@@ -211,12 +211,12 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
         with ops.backend("eager"):
             wanted = saved_bytes(name, on_meta, **options)
         with ops.backend(backend):
-            saved, found = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
-        ratio, worst = error_ratio(relative_errors(found, exact), eager, dtype)
+            saved, results = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
+        ratio, worst = error_ratio(relative_errors(results, exact), eager, dtype)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
         faults += [] if saved == wanted else [f"saves {saved} B, declared are {wanted}"]
-        what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
-        yield f"{what}: error {ratio:.2f} of eager's, {saved / TOKENS:g} B/token", "; ".join(faults) or None
+        title = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
+        yield f"{title}: error {ratio:.2f} of eager's, {saved / TOKENS:g} B/token", "; ".join(faults) or None
 
 
 def checks() -> Iterator[Iterator[Result]]:
@@ -279,10 +279,10 @@ def main(args: argparse.Namespace) -> int:
                 results = list(check)
             except Exception as error:  # a kernel that does not compile is a finding, and the other checks still run
                 results = [(f"check {done + 1}", f"{type(error).__name__}: {error}")]
-            for what, fault in results:
+            for title, fault in results:
                 done, failed = done + 1, failed + bool(fault)
                 if fault or not args.quiet:
-                    print(f"FAIL {what}: {fault}" if fault else f"ok   {what}", flush=True)
+                    print(f"FAIL {title}: {fault}" if fault else f"ok   {title}", flush=True)
     seconds = time.perf_counter() - begin
     print(f"{failed} of {done} checks FAILED" if failed else f"all {done} checks passed in {seconds:.0f} s")
     return 1 if failed else 0

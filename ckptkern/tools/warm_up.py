@@ -71,12 +71,12 @@ class WarmUp:
 def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
     """Every kernel that Triton compiles or reads from its cache inside the block, in any thread of this process, and what it
     builds in C for their launches."""
-    found = WarmUp()
+    compiled = WarmUp()
     try:
         from triton import knobs
         from triton.runtime import build
     except ImportError:  # then there is none
-        yield found
+        yield compiled
         return
     before, builder, seen = knobs.compilation.listener, build._build, set()
 
@@ -86,22 +86,22 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         if event["metadata"]["hash"] not in seen:  # another device of the same kind asks for it again
             seen.add(event["metadata"]["hash"])
             name = event["src"].name
-            found.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
-            shown(name, len(found.kernels))
+            compiled.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
+            shown(name, len(compiled.kernels))
 
     def launched(metadata: Any) -> None:
-        found.launches += 1
+        compiled.launches += 1
 
     def built(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         library = builder(*args, **kwargs)
-        found.c_modules.append(time.perf_counter() - started)
+        compiled.c_modules.append(time.perf_counter() - started)
         return library
 
     knobs.compilation.listener, build._build = listener, built
     knobs.runtime.launch_enter_hook.add(launched)
     try:
-        yield found
+        yield compiled
     finally:
         knobs.compilation.listener, build._build = before, builder
         knobs.runtime.launch_enter_hook.remove(launched)
@@ -121,12 +121,12 @@ def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if not model.training:  # a model in training may hold frozen parts, which stay so
         model.train()
     results = differentiated(model(*args, **kwargs))
-    if not any(one.requires_grad for one in results):
+    if not any(tensor.requires_grad for tensor in results):
         raise ValueError("warm_up: wanted an output with a gradient, but no tensor that the model returned has one")
     with contextlib.ExitStack() as stack:
-        for kind in {one.device.type for one in results}:
+        for kind in {tensor.device.type for tensor in results}:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
 
 
 def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> WarmUp:
@@ -172,7 +172,7 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             # Megatron-LM's sums of gradients, to which backward would add
             setting([p for p in model.parameters() if hasattr(p, "main_grad")], "main_grad", None),
             progress("warm_up") as shown,
-            compilations(shown) as found,
+            compilations(shown) as compiled,
         ):
             step(model, *mapped(as_leaf, call))
             if torch.cuda.is_available():
@@ -185,5 +185,5 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
                 f"warm_up: the step changed the parameter {name} in place, which warm_up cannot undo. "
                 "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
             )
-    found.seconds = time.perf_counter() - started
-    return found
+    compiled.seconds = time.perf_counter() - started
+    return compiled
