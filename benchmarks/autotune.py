@@ -98,8 +98,8 @@ def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, m
     def emit(row: measure.Row) -> None:
         rows[row.variant.removeprefix(OURS)] = row
 
-    given, modes = functools.partial(build, problem), [*_impls.OF_KERNELS]
-    case = Case(str(problem), given, Matmuls.by, modes=modes, dtype=problem.dtype)
+    make, modes = functools.partial(build, problem), [*_impls.OF_KERNELS]
+    case = Case(str(problem), make, Matmuls.by, modes=modes, dtype=problem.dtype)
     ours = {name: make for name, make in variants(case).items() if name.startswith(OURS)}
     measure.measure(case, ours, device, emit, seconds=seconds)
     return rows
@@ -118,9 +118,9 @@ class Outcome(NamedTuple):
 
 def summed(outcomes: Sequence[Outcome], figure: str) -> dict[str, float]:
     """Returns, of each implementation that was timed in all of these problems, the sum of this figure of its rows."""
-    first, *others = (one.rows for one in outcomes)
+    first, *others = (outcome.rows for outcome in outcomes)
     impls = [impl for impl in first if all(impl in rows for rows in others)]
-    return {impl: sum(getattr(one.rows[impl], figure) for one in outcomes) for impl in impls}
+    return {impl: sum(getattr(outcome.rows[impl], figure) for outcome in outcomes) for impl in impls}
 
 
 def choice(outcomes: Sequence[Outcome]) -> str:
@@ -134,12 +134,17 @@ def choice(outcomes: Sequence[Outcome]) -> str:
 def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
     """Returns the rows of the table's file: one for each op, dtype and size of which something ran."""
     groups: dict[_tuned.Key, list[Outcome]] = {}
-    for one in outcomes:
-        groups.setdefault(one.problem.key, []).append(one)
+    for outcome in outcomes:
+        groups.setdefault(outcome.problem.key, []).append(outcome)
     rows = {}
     for (op, dtype, features), group in groups.items():
         if ms := summed(group, "ms"):
-            row = {"op": op, "dtype": dtype, "features": features, "measured": [one.problem.sizes for one in group]}
+            row = {
+                "op": op,
+                "dtype": dtype,
+                "features": features,
+                "measured": [outcome.problem.sizes for outcome in group],
+            }
             row |= {"impl": choice(group), "ms": {impl: round(total, 4) for impl, total in ms.items()}}
             rows[op, dtype, features] = row
     return rows
@@ -168,16 +173,16 @@ def shapes_of(text: str) -> list[tuple[int, int]]:
 
 def of_model(target: str) -> list[tuple]:
     """Returns (op, features, hidden, out, dtype) of the matmuls that a forward of FILE:FUNCTION's model meets, each once."""
-    model, given, named = model_and_inputs(target)
+    model, inputs, named = model_and_inputs(target)
     choice = _choices._choice
     choice.seen = seen = []
     try:
         with torch.random.fork_rng():
-            copy.deepcopy(model).train()(*given, **named)
+            copy.deepcopy(model).train()(*inputs, **named)
     finally:
         choice.seen = None
-    if found := [matmul for matmul in dict.fromkeys(seen) if matmul[0] in OPS]:
-        return found
+    if matmuls := [matmul for matmul in dict.fromkeys(seen) if matmul[0] in OPS]:
+        return matmuls
     raise ValueError(
         f"{target}: the forward runs no fused MLP or linear layer; pass a model of ckptkern.nn, or convert it first"
     )
@@ -187,12 +192,14 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
     """Returns what the command line asks for, the most valuable first. Raises ValueError if there is nothing to choose."""
     dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
-        if given := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
-            raise ValueError(f"--model selects the matmuls: {' and '.join(given)} cannot be combined with it")
-        found = [Problem(*sizes, one, args.tokens) for *sizes, ran in of_model(args.model) for one in dtypes or (ran,)]
+        if flags := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
+            raise ValueError(f"--model selects the matmuls: {' and '.join(flags)} cannot be combined with it")
+        candidates = [
+            Problem(*sizes, dtype, args.tokens) for *sizes, ran in of_model(args.model) for dtype in dtypes or (ran,)
+        ]
     else:
         shapes = args.shapes or [(n, None) for n in SIZES]
-        found = [
+        candidates = [
             Problem(op, features, 0, hidden or features, dtype, args.tokens)
             if op == "linear_act"
             else Problem(op, features, hidden or 4 * features, features, dtype, args.tokens)
@@ -200,11 +207,15 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
             for features, hidden in shapes
             for op in args.ops or OPS
         ]
-    on_device = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in {one.dtype for one in found}}
-    found = [one for one in found if _choices.choose_backend("autotune", on_device[one.dtype]) == "triton"]
-    if not found:
+    on_device = {
+        dtype: torch.empty(0, dtype=dtype, device=device) for dtype in {problem.dtype for problem in candidates}
+    }
+    candidates = [
+        problem for problem in candidates if _choices.choose_backend("autotune", on_device[problem.dtype]) == "triton"
+    ]
+    if not candidates:
         raise ValueError(f"nothing can be chosen on {device}: only PyTorch's ops run there")
-    return found
+    return candidates
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -277,7 +288,9 @@ def main(args: argparse.Namespace) -> int:
     try:
         with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: kernel implementations are what a table is for
             todo = problems(args, device)
-        todo.sort(key=lambda one: one.sizes in before.get(one.key, {}).get("measured", []))  # what is left comes first
+        todo.sort(
+            key=lambda problem: problem.sizes in before.get(problem.key, {}).get("measured", [])
+        )  # what is left comes first
         if not args.dry_run:
             file.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring

@@ -44,10 +44,10 @@ def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
 
 def _liger(module: str, name: str, x: Tensor) -> Any:
     """A function of liger_kernel.ops. Its kernels are Triton's."""
-    found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     if not (x.is_cuda or importlib.import_module("triton").knobs.runtime.interpret):
         raise ImportError("liger-kernel runs on a GPU only")
-    return found
+    return function
 
 
 def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
@@ -212,7 +212,7 @@ class SelectiveCheckpoint:
 
     def unseen_bytes(self) -> int:
         """Bytes that the last call saves out of sight of saved-tensor hooks."""
-        tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
+        tensors = [leaf.val for leaf in tree_leaves(dict(self.saved)) if isinstance(getattr(leaf, "val", None), Tensor)]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -49,7 +49,7 @@ def ours(model: nn.Module, mode: str) -> Function:
 class Case:
     """What is measured.
 
-    given    (device, dtype or None) -> (model, x): the reference module, eager PyTorch, and its input
+    make     (device, dtype or None) -> (model, x): the reference module, eager PyTorch, and its input
     ours     (model, mode) -> the same function by ckptkern, on the model's parameters
     priority lower runs first, up to HEADLINE apart from the others
     baselines   further variants; a maker that raises ImportError is reported as missing
@@ -60,7 +60,7 @@ class Case:
     """
 
     name: str
-    given: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]]
+    make: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]]
     ours: Callable[[nn.Module, str], Function] = ours
     priority: int = 0
     modes: Sequence[str] = MODES
@@ -84,7 +84,7 @@ def random_case(
 def build(case: Case, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     """Returns (model, x, dy), in the case's dtype. The model is as variants are checked: in evaluation if it has dropout."""
     torch.manual_seed(seed)
-    model, x = case.given(device, case.dtype)
+    model, x = case.make(device, case.dtype)
     model.train(not case.drops)
     with seeded(), unmoved(model):
         y = model(x).detach()
@@ -137,13 +137,13 @@ FIRST_COMPILED = ("compile", "compile, budget 0")  # of the first figures: a com
 
 def variants(case: Case) -> dict[str, Maker]:
     """All variants of a case by name, eager first, except those of torch.compile."""
-    found: dict[str, Maker] = {EAGER: eager, CHECKPOINT: functools.partial(_checkpoint, False)}
+    makers: dict[str, Maker] = {EAGER: eager, CHECKPOINT: functools.partial(_checkpoint, False)}
     for mode in case.modes:
-        found[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
-    found |= case.baselines
+        makers[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
+    makers |= case.baselines
     if case.workspace:
-        found = dict(_within(case.workspace, name, make) for name, make in found.items())
-    return {**found, REENTRANT: functools.partial(_checkpoint, True)}  # last, because a run may end within a case
+        makers = dict(_within(case.workspace, name, make) for name, make in makers.items())
+    return {**makers, REENTRANT: functools.partial(_checkpoint, True)}  # last, because a run may end within a case
 
 
 class Within(NamedTuple):

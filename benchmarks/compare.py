@@ -57,7 +57,7 @@ def setting_of(env: dict) -> dict[str, str]:
 
 def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, float, float] | None:
     """(a variant's time, from, to): over eager's, or of eager itself in ms. None if it was not timed."""
-    if eager is None or not all(one[field] for one in (row, eager) for field in ("ms", "p20_ms", "p80_ms")):
+    if eager is None or not all(timed[field] for timed in (row, eager) for field in ("ms", "p20_ms", "p80_ms")):
         return None
     ms, low, high = (float(row[field]) for field in ("ms", "p20_ms", "p80_ms"))
     if row["variant"] == EAGER:
@@ -69,7 +69,7 @@ def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, floa
 def _time(
     old: tuple[float, float, float] | None, new: tuple[float, float, float] | None, unit: str
 ) -> tuple[str, str, str]:
-    before, now = ("–" if one is None else f"{one[0]:.3g}{unit}" for one in (old, new))
+    before, now = ("–" if times is None else f"{times[0]:.3g}{unit}" for times in (old, new))
     if old is None or new is None:
         return before, now, ""
     if old[1] <= new[2] and new[1] <= old[2]:

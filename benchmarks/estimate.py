@@ -159,7 +159,7 @@ def states_of(parameters: Sequence[Tensor], optimizer: str, ranks: int) -> State
     own, trained = STATES[optimizer], [p for p in parameters if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     states = 2 * gradients if own is None else own * sum(p.numel() for p in trained)
-    return States(*(math.ceil(one / ranks) for one in (sum(p.nbytes for p in parameters), gradients, states)))
+    return States(*(math.ceil(nbytes / ranks) for nbytes in (sum(p.nbytes for p in parameters), gradients, states)))
 
 
 def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound: int) -> Estimate:
@@ -234,10 +234,10 @@ def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def compared(found: Estimate, today: str | None) -> list[str]:
+def compared(estimate: Estimate, today: str | None) -> list[str]:
     """Sentences: what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without ckptkern."""
-    theirs = {line.key: line for line in found.lines if not line.is_ours}
-    ours = [line for line in found.lines if line.is_ours]
+    theirs = {line.key: line for line in estimate.lines if not line.is_ours}
+    ours = [line for line in estimate.lines if line.is_ours]
     lowest = min(theirs, key=lambda key: theirs[key].peak, default="")
     bases = [theirs[key] for key in ([today] if today else dict.fromkeys((*BASES, lowest))) if key in theirs]
     told = []
@@ -247,54 +247,54 @@ def compared(found: Estimate, today: str | None) -> list[str]:
             times = {"peak": line.peak / base.peak, "matmuls": line.flops / base.flops}
             if base.longest and not (line.is_more or base.is_more):
                 times["longest"] = line.longest / base.longest
-            told.append(f"  {line.name:26} " + ", ".join(f"{what} x {ratio:.2f}" for what, ratio in times.items()))
+            told.append(f"  {line.name:26} " + ", ".join(f"{figure} x {ratio:.2f}" for figure, ratio in times.items()))
     return told
 
 
-def show(found: Estimate, today: str | None) -> None:
-    states = found.states
+def show(estimate: Estimate, today: str | None) -> None:
+    states = estimate.states
     parts = ", ".join(f"{name} {format_size(value)}" for name, value in states._asdict().items())
-    before = f"{format_size(states.all)} of {format_size(found.memory)} before the step"
+    before = f"{format_size(states.all)} of {format_size(estimate.memory)} before the step"
     table = [("", "peak", "all", "saved", "PFLOP", "longest")]
-    for line in found.lines:
+    for line in estimate.lines:
         sizes = map(format_size, (line.peak, line.peak + states.all, line.saved))
         more = "> " if line.is_more else ""
         table.append(
             (line.name, *sizes, f"{line.flops / 1e15:.3f}", f"{more}{line.longest:,}" if line.longest else "none")
         )
     lines = [
-        *found.title,
+        *estimate.title,
         f"each GPU: {parts}",
         before,
         "",
         *aligned(table, numbers=1),
         "",
-        *compared(found, today),
+        *compared(estimate, today),
         "",
     ]
-    lines += [f"ckptkern replaces {kind} by {by}" for kind, by in found.replaced]
-    lines += [f"{kind} runs its original forward, unfused" for kind in found.original]
-    if hint := found.replaced and missing("triton"):
+    lines += [f"ckptkern replaces {kind} by {by}" for kind, by in estimate.replaced]
+    lines += [f"{kind} runs its original forward, unfused" for kind in estimate.original]
+    if hint := estimate.replaced and missing("triton"):
         lines.append(f"ckptkern's ops allocate as with PyTorch's ops, not as their kernels: {hint}")
-    if found.positions and any(line.longest > found.positions for line in found.lines):
-        lines.append(f"the configuration has {found.positions:,} positions: longer sequences need another one")
+    if estimate.positions and any(line.longest > estimate.positions for line in estimate.lines):
+        lines.append(f"the configuration has {estimate.positions:,} positions: longer sequences need another one")
     print("\n".join([*lines, "", EVIDENCE]))
 
 
-def draw(found: Estimate, path: Path) -> None:
+def draw(estimate: Estimate, path: Path) -> None:
     """Draws matmuls against peak; below and left is better."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes, markers = figure.subplots(), {True: iter(MARKERS), False: iter(MARKERS)}
-    for line in found.lines:
+    for line in estimate.lines:
         colour, marker = "#0b6e7f" if line.is_ours else "#e08214", next(markers[line.is_ours])
         axes.plot(line.peak / 2**30, line.flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=line.name)
     axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set_title("\n".join(found.title), loc="left", fontsize=9)
+    axes.set_title("\n".join(estimate.title), loc="left", fontsize=9)
     axes.margins(x=0.1, y=0.15)
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
@@ -311,18 +311,18 @@ def main(args: argparse.Namespace) -> int:
         for name in ("tokens", "batch", "ranks", "lora"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name}: wanted a positive number but got {getattr(args, name)}")
-        found = estimated(
+        estimate = estimated(
             args, keys, size_of("memory", args.memory, RATES[args.gpu].memory), size_of("workspace", args.workspace, 0)
         )
     except ValueError as error:
         print(f"ckptkern estimate: {error}", file=sys.stderr)
         return 2
-    show(found, args.today)
+    show(estimate, args.today)
     if args.csv:
-        states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
-        write_rows(args.csv, (line._asdict() | states for line in found.lines))
+        states = {f"{name}_bytes": value for name, value in estimate.states._asdict().items()}
+        write_rows(args.csv, (line._asdict() | states for line in estimate.lines))
     if args.picture:
-        draw(found, args.picture)
+        draw(estimate, args.picture)
     return 0
 
 

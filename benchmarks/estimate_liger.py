@@ -104,7 +104,7 @@ def fits(layers: nn.ModuleList) -> bool:
     """Has each layer an MLP of gate_proj, up_proj and down_proj, and norms that are all RMSNorm? Such layers Liger patches."""
 
     def fit(layer: nn.Module) -> bool:
-        norms = [type(one).__name__ for one in layer.modules() if type(one).__name__.endswith("Norm")]
+        norms = [type(module).__name__ for module in layer.modules() if type(module).__name__.endswith("Norm")]
         return all(name.endswith("RMSNorm") for name in norms) and any(map(is_gated, layer.children()))
 
     return all(map(fit, layers))
@@ -119,7 +119,7 @@ def patched(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
     """Puts Liger's functions in the place of norms, gated MLPs and the rotary embedding, if the layers fit."""
     with contextlib.ExitStack() as stack:
         if fits(layers):
-            direct = {name for name, one in layers[0].named_children() if type(one).__name__.endswith("Norm")}
+            direct = {name for name, module in layers[0].named_children() if type(module).__name__.endswith("Norm")}
             rotary(stack, layers[0])
             for module in model.modules():
                 if type(module).__name__.endswith("RMSNorm"):

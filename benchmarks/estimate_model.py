@@ -87,7 +87,7 @@ def adapt(model: nn.Module, lora: LoRA) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     name, layers = layers_of(model.requires_grad_(False))
-    linear = {path: one for path, one in layers.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
+    linear = {path: module for path, module in layers.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     ends = tuple(f".{target}" for target in lora.targets or ())
     taken = [path for path in linear if lora.targets is None or f".{path}".endswith(ends)]
     if not taken:
@@ -152,7 +152,7 @@ def narrow_config(config: Any, layers: int) -> Any:
     pick_layers(narrow, range(layers))
     for name, value in list(vars(narrow).items()):
         if name.endswith(MLP_WIDTHS):
-            value = [min(one, NARROW) for one in value] if isinstance(value, list) else value and min(value, NARROW)
+            value = [min(n, NARROW) for n in value] if isinstance(value, list) else value and min(value, NARROW)
         if name.endswith("token_id") and isinstance(value, int) and value >= CLASSES:
             value = 0
         setattr(narrow, name, value)
@@ -236,8 +236,8 @@ def watch_anew(model: nn.Module) -> None:
 def original_of(model: nn.Module) -> list[str]:
     """Classes of the modules whose original forward ran in training since they were converted, also as a checkpoint that was no
     part of the conversion."""
-    ran = (one for one in forwards_of(model) if one.calls["original"] or one.differs)
-    return list(dict.fromkeys(type(one.module).__name__ for one in ran))
+    ran = (forward for forward in forwards_of(model) if forward.calls["original"] or forward.differs)
+    return list(dict.fromkeys(type(forward.module).__name__ for forward in ran))
 
 
 @contextlib.contextmanager

@@ -172,15 +172,15 @@ def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int
         layers = layers_of(model)[1]
         ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
         step = step_of(training, ((ids,), {}), ends, there=training.parameters())
-    saved = next(one.start for one in step.stretches if one.backward)
+    saved = next(stretch.start for stretch in step.stretches if stretch.backward)
     return Counted(*peaks_of(step, len(ends) - 1), saved, step.flops)
 
 
 def peaks_of(step: Step, last: int) -> tuple[int, int, int]:
     """Returns the peaks before, in and after the backward of layers. last: the place of the last layer; 0: of the first, which
     may have none."""
-    heights = [one.highest for one in step.stretches]
-    backward = [i for i, one in enumerate(step.stretches) if one.backward and one.region is not None]
+    heights = [stretch.highest for stretch in step.stretches]
+    backward = [i for i, stretch in enumerate(step.stretches) if stretch.backward and stretch.region is not None]
     begin = next(i for i in backward if step.stretches[i].region == last)
     end = max((i + 1 for i in backward if step.stretches[i].region == 0), default=len(heights))
     return max(heights[:begin]), max(heights[begin:end]), max(heights[end:], default=0)
@@ -208,11 +208,11 @@ def count_all(
     """A step of the model with all its layers."""
     base, more = depths(first, variant.every)
     with only(model, base):
-        found = less = count(model, variant, batch, tokens, size, gpu)
+        counted = less = count(model, variant, batch, tokens, size, gpu)
     for some, times in more:
         with only(model, [*base, *some]):
-            found = found.plus(times, count(model, variant, batch, tokens, size, gpu), less)
-    return found
+            counted = counted.plus(times, count(model, variant, batch, tokens, size, gpu), less)
+    return counted
 
 
 def longest(peak_of: Callable[[int], float], tokens: int, peak: float, budget: float) -> tuple[int, bool]:
@@ -223,8 +223,8 @@ def longest(peak_of: Callable[[int], float], tokens: int, peak: float, budget: f
     """
     other = max(1, tokens // 2) if peak > budget else 2 * tokens
     slope = (peak_of(other) - peak) / (other - tokens)
-    found = int(tokens + (budget - peak) / slope) if slope > 0 else FURTHEST * tokens
-    return max(0, min(found, FURTHEST * tokens)), found >= FURTHEST * tokens
+    length = int(tokens + (budget - peak) / slope) if slope > 0 else FURTHEST * tokens
+    return max(0, min(length, FURTHEST * tokens)), length >= FURTHEST * tokens
 
 
 FURTHEST = 16  # times the length that is asked for

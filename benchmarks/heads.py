@@ -79,8 +79,8 @@ class Distillation(LMHeadLoss):
             return F.kl_div(log_q, t.to(log_q.dtype).log_softmax(-1), reduction="none", log_target=True).sum(-1)
         log_p, tokens = self.likeliest(x)
         log_p, log_q = (
-            torch.cat([one, torch.log1p(-one.exp().sum(-1, keepdim=True))], -1)
-            for one in (log_p, log_q.gather(-1, tokens))
+            torch.cat([log_of_top, torch.log1p(-log_of_top.exp().sum(-1, keepdim=True))], -1)
+            for log_of_top in (log_p, log_q.gather(-1, tokens))
         )
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 

@@ -165,12 +165,12 @@ class Checker:
 
     @staticmethod
     def leaves_of(x: Tensor, model: nn.Module) -> dict[str, Tensor]:
-        return {name: one for name, one in [("x", x), *model.named_parameters()] if one.requires_grad}
+        return {name: tensor for name, tensor in [("x", x), *model.named_parameters()] if tensor.requires_grad}
 
     @staticmethod
-    def known(found: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    def known(gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """Leaves out the gradients of parameters on which y does not depend."""
-        return {name: one for name, one in found.items() if one is not None}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _exact(self, model: nn.Module) -> dict[str, Tensor]:
         double, x = copy.deepcopy(model).double(), self.x.detach()
@@ -437,8 +437,8 @@ def _ready(
         with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             function(x)
         row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
-        for one in (*model.parameters(), *(x for x, _ in inputs)):
-            one.grad = None  # of the variant before, which this one's step would free
+        for tensor in (*model.parameters(), *(x for x, _ in inputs)):
+            tensor.grad = None  # of the variant before, which this one's step would free
         with peak_memory(device) as peak:
             step(0)
         row.peak_bytes = peak.bytes

@@ -97,16 +97,16 @@ DERIVED = {
 # -- from arguments to a case
 
 
-def values_of(op: str, defaults: dict[str, Any], given: dict[str, Any], kind: str) -> SimpleNamespace:
+def values_of(op: str, defaults: dict[str, Any], options: dict[str, Any], kind: str) -> SimpleNamespace:
     """All options, those that the op lacks as 0 or None. Raises ValueError for one that it does not have, and for sizes that do
     not go together."""
-    for name in given:
+    for name in options:
         if name not in defaults:
             raise ValueError(f"{flag(name)} does not apply to --op {op}, which takes {', '.join(map(flag, defaults))}")
-    found = {name: value[kind] if isinstance(value, dict) else value for name, value in defaults.items()} | given
+    values = {name: value[kind] if isinstance(value, dict) else value for name, value in defaults.items()} | options
     lacking = {"gated": op == "gated_mlp", "norm": None, "dropout": 0.0, "softcap": 0.0, "top_k": 0, "length": None}
-    v = SimpleNamespace(**lacking | found)
-    for name, value in found.items():
+    v = SimpleNamespace(**lacking | values)
+    for name, value in values.items():
         if OPTIONS[name].kind is int and value is not None and value < 1:
             raise ValueError(f"{flag(name)}: wanted at least 1 but got {value}")
     if not 0.0 <= v.dropout < 1.0:
@@ -115,12 +115,12 @@ def values_of(op: str, defaults: dict[str, Any], given: dict[str, Any], kind: st
         raise ValueError("--dropout: wanted more than 0, because 0 does nothing")
     v.dropout = round(65536 * v.dropout) / 65536  # as ckptkern rounds it, so that torch's scale is ours
     v.norm = None if v.norm == "none" else v.norm
-    if "out_features" in found and v.out_features is None:
+    if "out_features" in values and v.out_features is None:
         v.out_features = v.features
-    if "hidden" in found and v.hidden is None:
+    if "hidden" in values and v.hidden is None:
         v.hidden = GatedMLP.hidden_of(v.features) if v.gated else 4 * v.features
-    if "heads" in found:
-        _set_heads(v, "head_dim" in found)
+    if "heads" in values:
+        _set_heads(v, "head_dim" in values)
     return v
 
 
@@ -163,12 +163,12 @@ def case(
     entry: Op | None = None,
     title: str | None = None,
     priority: int = HEADLINE,
-    **given: Any,
+    **options: Any,
 ) -> Case:
     """The case of an op on a device type. entry: of the table, if it is not the op's. title: its name without the size. given:
     its options. Raises ValueError with what is wrong with them."""
     entry = entry or OPS[op]
-    v = values_of(op, entry.defaults, given, kind)
+    v = values_of(op, entry.defaults, options, kind)
     if modes and entry.modes == ("",):
         raise ValueError(f"--modes does not apply to --op {op}, which has only one mode")
 
@@ -186,5 +186,5 @@ def case(
 
 def case_of(args: argparse.Namespace, kind: str, modes: Sequence[str] | None) -> Case:
     """The case of --op and its options. Raises ValueError with what is wrong with them."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    return case(args.op, kind, modes, **given)
+    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    return case(args.op, kind, modes, **options)

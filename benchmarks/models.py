@@ -112,10 +112,10 @@ class GatedMLP(nn.Module):
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of ckptkern.gated_mlp and mlp_block."""
         layers = {"gate": self.gate, "up": self.up, "down": self.down}
-        found = {
+        arguments = {
             f"{name}_{kind}": getattr(layer, kind) for name, layer in layers.items() for kind in ("weight", "bias")
         }
-        return found | {"activation": self.activation, "dropout_p": self.dropout_p}
+        return arguments | {"activation": self.activation, "dropout_p": self.dropout_p}
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
         return ops.gated_mlp(x, **self.arguments(), training=self.training, recompute=mode)
@@ -184,7 +184,7 @@ class MoE(nn.Module):
         index, (_, weights) = self.chosen(x.shape[0], "cpu"), self.routing(x)
         total = torch.zeros_like(x)
         for e in range(self.experts):
-            rows, place = (found.to(x.device) for found in torch.where(index == e))
+            rows, place = (indices.to(x.device) for indices in torch.where(index == e))
             total = total.index_add(0, rows, self.expert(e, x[rows]) * weights[rows, place, None])
         return total
 
@@ -389,7 +389,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(self.norm(x))
         if self.cos is not None:
-            q, k = (rotated(one, *self.tables(x)) for one in (q, k))
+            q, k = (rotated(heads, *self.tables(x)) for heads in (q, k))
         o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 

@@ -33,7 +33,7 @@ class Called(nn.Module):
         super().__init__()
         self.module, self.call, self.replicas = module, call, {}
         leaves = leaves_of(call)
-        tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not tensors:
             raise ValueError("FUNCTION must return (model, inputs) with a tensor among the inputs, to measure with")
         self.place = next((i for i in tensors if leaves[i].is_floating_point()), tensors[0])
@@ -50,17 +50,17 @@ class Called(nn.Module):
     def inputs(self, x: Tensor) -> tuple[tuple, dict[str, Any]]:
         """The module's call."""
         leaves = enumerate(leaves_of(self.call))
-        values = (x if i == self.place else getattr(self, f"input_{i}", one) for i, one in leaves)
+        values = (x if i == self.place else getattr(self, f"input_{i}", leaf) for i, leaf in leaves)
         args, kwargs = recomputed(self.call, values)
         return tuple(args), kwargs
 
     def forward(self, x: Tensor) -> Tensor:
         args, kwargs = self.inputs(x)
         output = self.module(*args, **kwargs)
-        found = differentiated(output)
-        if not found:
+        tensors = differentiated(output)
+        if not tensors:
             raise ValueError("bench: wanted a floating-point tensor among the model's outputs")
-        return found[0]
+        return tensors[0]
 
     def train(self, mode: bool = True) -> Called:
         for replica in self.replicas.values():
@@ -69,16 +69,18 @@ class Called(nn.Module):
 
     def replica(self) -> Called:
         """A copy on the same parameters and buffers, which follows `train`."""
-        shared = {id(one): one for one in (*self.parameters(), *self.buffers(), *leaves_of(self.call))}
-        made = copy.deepcopy(self, {**shared, id(self.replicas): {}})
-        self.replicas[len(self.replicas)] = made
-        return made
+        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers(), *leaves_of(self.call))}
+        replica = copy.deepcopy(self, {**shared, id(self.replicas): {}})
+        self.replicas[len(self.replicas)] = replica
+        return replica
 
 
 def segments_in(replica: Called) -> list[Segment]:
     """The regions of ckptkern.nn that it has, or else what convert fuses."""
     args, kwargs = replica.inputs(replica.x)
-    return [one for one in found_segments(Example("bench", replica.module, (args, kwargs))) if not one.is_block]
+    return [
+        segment for segment in found_segments(Example("bench", replica.module, (args, kwargs))) if not segment.is_block
+    ]
 
 
 def in_mode(model: Called, mode: str) -> Function:
@@ -91,7 +93,7 @@ def in_mode(model: Called, mode: str) -> Function:
 
 def shared(model: nn.Module) -> nn.Module:
     """A copy on the same parameters and buffers."""
-    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def baseline_of(target: str) -> tuple[str, Maker]:
@@ -101,20 +103,20 @@ def baseline_of(target: str) -> tuple[str, Maker]:
 
     def make(model: nn.Module, x: Tensor) -> Function:
         replica = model.replica() if isinstance(model, Called) else shared(model)
-        given = replica.module if isinstance(replica, Called) else replica
-        made = function(given)
-        if not callable(made):
-            raise TypeError(f"FUNCTION must return what is called as the model is, not {type(made).__name__}")
-        followers = [one for one in (given, made) if isinstance(one, nn.Module)]
+        module = replica.module if isinstance(replica, Called) else replica
+        result = function(module)
+        if not callable(result):
+            raise TypeError(f"FUNCTION must return what is called as the model is, not {type(result).__name__}")
+        followers = [m for m in (module, result) if isinstance(m, nn.Module)]
         if isinstance(replica, Called):  # which knows the other inputs, and y among the outputs
             del replica.module
-            replica.module = made
+            replica.module = result
 
         def run(x: Tensor) -> Tensor:
-            for one in followers:
-                if one.training != model.training:
-                    one.train(model.training)
-            return replica(x) if isinstance(replica, Called) else made(x)
+            for follower in followers:
+                if follower.training != model.training:
+                    follower.train(model.training)
+            return replica(x) if isinstance(replica, Called) else result(x)
 
         return run
 

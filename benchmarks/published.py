@@ -29,9 +29,11 @@ class Group(NamedTuple):
 
     def case(self, kind: str, **changes: Any) -> Case:
         """The case; on a CPU, which can only show that it runs, at the op's default sizes. changes: of options."""
-        options = {name: one for name, one in self.options.items() if kind == "cuda" or isinstance(one, bool | str)}
+        options = {
+            name: value for name, value in self.options.items() if kind == "cuda" or isinstance(value, bool | str)
+        }
         case = micro.case(self.op, kind, priority=HEADLINE + 1, **options | changes)
-        figures = [one._replace(variant=f"published: {one.variant}, {self.gpu}") for one in self.figures]
+        figures = [figure._replace(variant=f"published: {figure.variant}, {self.gpu}") for figure in self.figures]
         case = dataclasses.replace(
             case, baselines={**case.baselines, **(self.more or {})}, figures=figures if kind == "cuda" else ()
         )
@@ -41,8 +43,8 @@ class Group(NamedTuple):
 def stacked(case: Case, layers: int) -> Case:
     """A case of so many layers, one after another, each with weights of its own."""
 
-    def given(*where) -> tuple[nn.Module, Tensor]:
-        models, inputs = zip(*(case.given(*where) for _ in range(layers)), strict=True)
+    def make(*where) -> tuple[nn.Module, Tensor]:
+        models, inputs = zip(*(case.make(*where) for _ in range(layers)), strict=True)
         return nn.Sequential(*models), inputs[0]
 
     def chain(functions: Sequence[Function]) -> Function:
@@ -55,7 +57,7 @@ def stacked(case: Case, layers: int) -> Case:
     return dataclasses.replace(
         case,
         name=f"{title}-L{layers}/{size}",
-        given=given,
+        make=make,
         ours=lambda model, mode: chain([case.ours(layer, mode) for layer in model]),
         baselines={name: each(make) for name, make in case.baselines.items()},
     )

@@ -157,20 +157,20 @@ def summary(folder: Path) -> str:
     by_case, env = read(folder)
     models = {case: by_case.pop(case) for case in [*by_case] if is_model(by_case[case])}
     measured = [{row["variant"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
-    fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
-    every = dict.fromkeys(variant for found in fullest_first for variant in found)
-    names = [name for name in every if 2 * sum(name in found for found in fullest_first) >= len(fullest_first)]
+    fullest_first = sorted((rows for rows in measured if "eager" in rows), key=len, reverse=True)
+    every = dict.fromkeys(variant for rows in fullest_first for variant in rows)
+    names = [name for name in every if 2 * sum(name in rows for rows in fullest_first) >= len(fullest_first)]
     others, lines = len(names) < len(every), []
 
     def cell(row: dict[str, str]) -> str:
         return f"{_figure(row, 'ratio', '.2f')} · {_bytes(row, 'saved_bytes')}"
 
-    for case, found in zip(by_case, measured, strict=True):
-        if "eager" in found:
+    for case, by_variant in zip(by_case, measured, strict=True):
+        if "eager" in by_variant:
             rest = sorted(
-                (row for name, row in found.items() if name not in names), key=lambda row: float(row["ratio"] or 0)
+                (row for name, row in by_variant.items() if name not in names), key=lambda row: float(row["ratio"] or 0)
             )
-            cells = [cell(found[name]) if name in found else "" for name in names]
+            cells = [cell(by_variant[name]) if name in by_variant else "" for name in names]
             lines.append([case, *cells, *["<br>".join(f"{row['variant']} {cell(row)}" for row in rest)] * others])
     heading = f"**{env.get('device', folder.name)}**, time / eager · saved for backward. {preface(env)}"
     parts = [heading, table(["case", *names, *["others"] * others], lines)]
@@ -233,9 +233,9 @@ def page_part(results: Path) -> str:
 
 def with_part(page: Path, begin: str, part: str, end: str) -> str:
     """The text of a page with `part` between its markers. Raises ValueError where it has none."""
-    before, found, rest = page.read_text().partition(begin)
+    before, marker, rest = page.read_text().partition(begin)
     _, last, after = rest.partition(end)
-    if not (found and last):
+    if not (marker and last):
         raise ValueError(f"{page} has no {begin} ... {end}")
     return f"{before}{begin}\n{part}\n{end}{after}"
 

@@ -53,7 +53,7 @@ def commit() -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
-    found = {
+    facts = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         **env.collect(),
@@ -62,17 +62,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         fields = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
         index = str(device.index or 0)
         clocks = env.answer("nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader")
-        found["clocks"] = (
+        facts["clocks"] = (
             dict(zip(fields.split(","), clocks.split(", "), strict=False)) if clocks else "nvidia-smi does not answer"
         )
     if importlib.util.find_spec("triton"):
         from ..triton_kernels.tile import TILES
 
-        found["tiles"] = {
+        facts["tiles"] = {
             f"{kernel} sm_{arch}": {shapes: tile._asdict() for shapes, tile in table.items()}
             for (kernel, arch), table in TILES.items()
         }
-    return found
+    return facts
 
 
 def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
@@ -82,10 +82,10 @@ def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
         raise ValueError(f"{option} {pattern!r} is not a regular expression: {error}") from error
-    found = [one for one in known if matches(one.name)]
-    if not found:
-        raise ValueError(f"{option} {pattern!r} matches none of {', '.join(one.name for one in known)}")
-    return found
+    matching = [item for item in known if matches(item.name)]
+    if not matching:
+        raise ValueError(f"{option} {pattern!r} matches none of {', '.join(item.name for item in known)}")
+    return matching
 
 
 class Sheet:
@@ -184,12 +184,14 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
     if args.case:
         return [own.case_of(args.case, device, modes, dtype)]
     if args.op:
-        found = [micro.case_of(args, device.type, modes)]
+        selected = [micro.case_of(args, device.type, modes)]
     else:
-        found = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
+        selected = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
     if modes is not None:
-        found = [dataclasses.replace(case, modes=[one for one in case.modes if one in (*modes, "")]) for case in found]
-    return [dataclasses.replace(case, dtype=dtype) for case in found]
+        selected = [
+            dataclasses.replace(case, modes=[mode for mode in case.modes if mode in (*modes, "")]) for case in selected
+        ]
+    return [dataclasses.replace(case, dtype=dtype) for case in selected]
 
 
 def say(text: str) -> None:
@@ -294,29 +296,29 @@ def jobs_of(chosen: list[Case], compilers: Container[str], measured: Container[t
     rest = [case for case in chosen if case.priority > cases.HEADLINE]
     most = [case for case in first if case.priority == 0]
     two = [name for name in compiled if name in cases.FIRST_COMPILED]
-    found, planned = [], set()
+    jobs, planned = [], set()
     for group, names in ((first, None), (most, two), (rest, None), (first, compiled), (rest, compiled)):
         for case in group:
             makers = cases.variants(case) if names is None else {name: cases.COMPILED[name] for name in names}
             new = {name: make for name, make in makers.items() if (case.name, name) not in planned}
             planned |= {(case.name, name) for name in new}
             if left := {name: make for name, make in new.items() if (case.name, name) not in measured}:
-                found.append((case, {cases.EAGER: cases.eager} | left))
-    return found
+                jobs.append((case, {cases.EAGER: cases.eager} | left))
+    return jobs
 
 
 def with_baselines(chosen: list[Case], targets: list[str]) -> list[Case]:
     """The cases with the user's own functions as further variants. Raises ValueError for what is not FILE:FUNCTION."""
-    found = {}
+    makers = {}
     for target in targets:
         try:
             name, maker = own.baseline_of(target)
         except ValueError as error:
             raise ValueError(f"--baseline: {error}") from error
-        if name in found:
+        if name in makers:
             raise ValueError(f"--baseline: wanted functions of different names but got {target} twice")
-        found[name] = maker
-    return [dataclasses.replace(case, baselines={**case.baselines, **found}) for case in chosen]
+        makers[name] = maker
+    return [dataclasses.replace(case, baselines={**case.baselines, **makers}) for case in chosen]
 
 
 def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str, float]:
@@ -328,26 +330,26 @@ def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str,
     work = {"copy 1 GiB": (2e-6 * source.nbytes, "copy GB/s"), "bf16 matmul 8192": (2e-9 * n**3, "bf16 matmul TFLOP/s")}
     measure.interleaved(steps, measure.cuda_clock, 3, cuda=True)
     times, _ = measure.interleaved(steps, measure.cuda_clock, rounds, cuda=True)
-    found = {}
+    rates = {}
     for name, taken in times.items():
         row = measure.Row("ceiling", name, device.type, "float32" if name.startswith("copy") else "bfloat16")
         measure.add_times(row, taken, None)
         amount, unit = work[name]
-        found[unit] = amount / row.ms
-        row.note = f"{found[unit]:.0f} {unit.split()[-1]}"
+        rates[unit] = amount / row.ms
+        row.note = f"{rates[unit]:.0f} {unit.split()[-1]}"
         emit(row)
-    return found
+    return rates
 
 
 def measure_all(
-    jobs: list[Job], sheet: Sheet, device: torch.device, out: Path, found: dict[str, Any], rounds: int, minutes: float
+    jobs: list[Job], sheet: Sheet, device: torch.device, out: Path, facts: dict[str, Any], rounds: int, minutes: float
 ) -> bool:
     """Writes results.csv, and report.md after each case. Returns whether the GPU is lost to this process."""
     kind = device.type
     deadline, lost = time.monotonic() + 60 * minutes, ""
     if kind == "cuda":
-        found["ceilings"] = ceilings(device, sheet, rounds)
-        (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+        facts["ceilings"] = ceilings(device, sheet, rounds)
+        (out / "env.json").write_text(json.dumps(facts, indent=2) + "\n")
     for place, (case, makers) in enumerate(jobs, 1):
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
         for figure in case.figures:
@@ -398,17 +400,17 @@ def main(args: argparse.Namespace) -> int:
         if args.rounds < 1:
             raise ValueError(f"--rounds: wanted at least 1 but got {args.rounds}")
         size = parse_bytes("--workspace", args.workspace)
-        found = with_baselines(chosen(args, device), args.baseline)
-        found = [dataclasses.replace(case, workspace=size) for case in found]
+        selected = with_baselines(chosen(args, device), args.baseline)
+        selected = [dataclasses.replace(case, workspace=size) for case in selected]
         old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
         if args.list:
-            for case in found:
+            for case in selected:
                 print(f"{case.name:36} {', '.join([*cases.variants(case), *compilers])}")
             return 0
     except ValueError as error:
         say(f"ckptkern bench: {error}")
         return 2
-    return run(found, device, compilers, old, args)
+    return run(selected, device, compilers, old, args)
 
 
 def run(
@@ -422,11 +424,11 @@ def run(
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
     settings["workspace"] = args.workspace
-    found = {"device": device_name(device), "settings": settings, **environment(device)}
-    found["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
+    facts = {"device": device_name(device), "settings": settings, **environment(device)}
+    facts["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]
     try:
-        earlier = earlier_rows(out, compare.setting_of(found)) if args.resume else []
+        earlier = earlier_rows(out, compare.setting_of(facts)) if args.resume else []
     except ValueError as error:
         say(f"ckptkern bench: {error}")
         return 2
@@ -435,14 +437,14 @@ def run(
     again = {case.name for case, _ in jobs}  # of other cases a fault stays a row
     earlier = [row for row in earlier if row["case"] not in again or (row["case"], row["variant"]) in standing]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+    (out / "env.json").write_text(json.dumps(facts, indent=2) + "\n")
 
-    if found["warning"]:
-        say(found["warning"])
+    if facts["warning"]:
+        say(facts["warning"])
     count = sum(len(makers) for _, makers in jobs)
     say(f"cases: {len(jobs)}, variants: {count}; the budget is {minutes:.3g} minutes")
-    sheet = Sheet(out / "results.csv", earlier, found["commit"])
-    lost = measure_all(jobs, sheet, device, out, found, args.rounds, minutes)
+    sheet = Sheet(out / "results.csv", earlier, facts["commit"])
+    lost = measure_all(jobs, sheet, device, out, facts, args.rounds, minutes)
     report.write_all(out, args.figures)
     status = sheet.end(again if args.resume else ())
     if dropped := [case for (case, _), row in sheet.rows.items() if row["status"] == "dropped" and case in again]:

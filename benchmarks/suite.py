@@ -104,15 +104,15 @@ def cases_of(kind: str, headline: bool = False, published_sizes: bool = False) -
     that are in no row for the first figures alone."""
     if published_sizes:
         return published.cases_of(kind)
-    found = [row.at(kind, size, row.priority + place) for row in ROWS for place, size in enumerate(row.sizes[kind])]
+    cases = [row.at(kind, size, row.priority + place) for row in ROWS for place, size in enumerate(row.sizes[kind])]
     if headline or kind == "cuda":  # the mean loss, as training has it, of Llama-1B's width; and each other op
         width = {"cuda": 2048, "cpu": table.FEATURES["cpu"]}[kind]
-        found.append(micro.case("linear_cross_entropy", kind, priority=0, reduction="mean", features=width))
-        found += [
+        cases.append(micro.case("linear_cross_entropy", kind, priority=0, reduction="mean", features=width))
+        cases += [
             micro.case(op, kind, **({"reduction": "mean"} if op == "linear_distillation" else {}))
             for op in table.OPS
             if op not in {row.op for row in ROWS}
         ]
     if kind == "cuda":
-        found += published.cases_of(kind)
-    return sorted((case for case in found if case.priority <= HEADLINE or not headline), key=lambda case: case.priority)
+        cases += published.cases_of(kind)
+    return sorted((case for case in cases if case.priority <= HEADLINE or not headline), key=lambda case: case.priority)

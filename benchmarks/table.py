@@ -38,13 +38,13 @@ INTERLEAVED: dict[str, Maker] = {"torch, experts interleaved": baselines.experts
 
 
 def _mlp_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    found: dict[str, Maker] = {}
+    makers: dict[str, Maker] = {}
     name = {"relu": "relu", "gelu_tanh": "gelu_approx"}.get(v.activation)
     if name and not v.dropout:
-        found["flash-attn FusedMLP"] = functools.partial(baselines.flash_attn_mlp, name)
+        makers["flash-attn FusedMLP"] = functools.partial(baselines.flash_attn_mlp, name)
     if v.activation == "gelu_tanh" and not v.bias and not v.dropout:
-        found["QuACK mlp_func"] = functools.partial(baselines.quack_mlp, "gelu_tanh_approx")
-    return found
+        makers["QuACK mlp_func"] = functools.partial(baselines.quack_mlp, "gelu_tanh_approx")
+    return makers
 
 
 def _gated_baselines(v: SimpleNamespace) -> dict[str, Maker]:
@@ -53,13 +53,13 @@ def _gated_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 
 
 def attention_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    found: dict[str, Maker] = {
+    makers: dict[str, Maker] = {
         f"{CHECKPOINT}, SDPA saved": baselines.SelectiveCheckpoint,
         "SDPA flash": baselines.sdpa_flash,
     }
     if not v.dropout:
-        found["own core, selective"] = baselines.own_core
-    return found
+        makers["own core, selective"] = baselines.own_core
+    return makers
 
 
 def _core_baselines(v: SimpleNamespace) -> dict[str, Maker]:
@@ -72,8 +72,8 @@ def _moe_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 
 def _head_baselines(v: SimpleNamespace) -> dict[str, Maker]:
     """torch's chunks have no softcap."""
-    found = {"liger-kernel loss": baselines.liger_loss, "cut-cross-entropy, no filter": baselines.cut_cross_entropy}
-    return found | CHUNKS | ({} if v.softcap else {"torch chunks": baselines.torch_chunks})
+    makers = {"liger-kernel loss": baselines.liger_loss, "cut-cross-entropy, no filter": baselines.cut_cross_entropy}
+    return makers | CHUNKS | ({} if v.softcap else {"torch chunks": baselines.torch_chunks})
 
 
 def _distillation_baselines(v: SimpleNamespace) -> dict[str, Maker]:

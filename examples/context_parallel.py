@@ -43,7 +43,7 @@ def train(steps: int, order: str = "zigzag") -> list[float]:
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (2, TOKENS))
         labels = ids.roll(1, 1)  # the token before: a task for attention
-        loss = model(*(shard_sequence(one, mesh, order=order) for one in (ids, labels))) / ids.numel()
+        loss = model(*(shard_sequence(tensor, mesh, order=order) for tensor in (ids, labels))) / ids.numel()
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)

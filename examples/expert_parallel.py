@@ -32,7 +32,7 @@ class Experts(nn.Module):
         counts = torch.bincount(index.flatten(), minlength=self.experts)
         came = torch.empty_like(counts)
         dist.all_to_all_single(came, counts)  # [rank that sends, own expert]
-        sent, received = (one.view(self.ranks, -1).sum(1).tolist() for one in (counts, came))
+        sent, received = (n.view(self.ranks, -1).sum(1).tolist() for n in (counts, came))
 
         def exchanged(rows, received, sent):
             return wait_tensor(all_to_all_single_autograd(rows.contiguous(), received, sent, dist.group.WORLD))

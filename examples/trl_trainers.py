@@ -68,7 +68,7 @@ def dpo(model: LlamaForCausalLM, **options) -> Trainer:
 
 def even(completions: list[str], **_) -> list[float]:
     """Returns the share of words that are even numbers."""
-    return [sum(int(word) % 2 == 0 for word in one.split()) / 24 for one in completions]
+    return [sum(int(word) % 2 == 0 for word in completion.split()) / 24 for completion in completions]
 
 
 def grpo(model: LlamaForCausalLM, **options) -> Trainer:
@@ -104,9 +104,9 @@ def train(
 
 
 if __name__ == "__main__":
-    for trainer_of, what in ((sft, "loss"), (dpo, "loss"), (grpo, "reward")):
+    for trainer_of, key in ((sft, "loss"), (dpo, "loss"), (grpo, "reward")):
         model = build()
         print(conversion := convert(model, packed=trainer_of is sft))
         first, *_, last = train(trainer_of, model)
         print("calls", conversion.calls)
-        print(f"{what} {first[what]:.2f} -> {last[what]:.2f}")
+        print(f"{key} {first[key]:.2f} -> {last[key]:.2f}")

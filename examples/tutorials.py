@@ -167,15 +167,15 @@ def run(name: str, seed: int = 0) -> Outcome:
     torch.manual_seed(seed)
     model, segmented, input = EXAMPLES[name]()
     steps = []
-    for one, function in ((model, nn.Module.__call__), (copy.deepcopy(model), segmented)):
+    for copied, function in ((model, nn.Module.__call__), (copy.deepcopy(model), segmented)):
         torch.manual_seed(seed + 1)
         x = input.clone().requires_grad_()
-        with saved_tensors(exclude=[*one.parameters(), *one.buffers()]) as saved:
-            y = function(one, x)
+        with saved_tensors(exclude=[*copied.parameters(), *copied.buffers()]) as saved:
+            y = function(copied, x)
         y.square().mean().backward()
         tensors = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
-        tensors |= {f"gradient of {key}": p.grad for key, p in one.named_parameters()}
-        steps.append((saved.bytes, tensors | {f"buffer {key}": b for key, b in one.named_buffers()}))
+        tensors |= {f"gradient of {key}": p.grad for key, p in copied.named_parameters()}
+        steps.append((saved.bytes, tensors | {f"buffer {key}": b for key, b in copied.named_buffers()}))
     (before, expected), (after, tensors) = steps
     return Outcome(before, after, [key for key, value in expected.items() if not torch.equal(value, tensors[key])])
 

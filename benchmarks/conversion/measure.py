@@ -111,14 +111,14 @@ def called(model: nn.Module, inputs: dict[str, Any]) -> set[nn.Module]:
 
 def blocks(model: nn.Module) -> list[str]:
     """Names of the members of lists of modules of one class that have linear layers in them: what is called a layer."""
-    found = []
+    names = []
     for name, parent in model.named_modules():
         children = list(parent.named_children())
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len({type(m) for _, m in children}) == 1:
             linear = [any(p.dim() == 2 for p in child.parameters()) for _, child in children]
             if children[0][1]._modules and all(linear):
-                found += [f"{name}.{child}" for child, _ in children]
-    return [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+                names += [f"{name}.{child}" for child, _ in children]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names if other != name)]
 
 
 def checkpointed(model: nn.Module) -> nn.Module:

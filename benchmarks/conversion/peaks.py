@@ -135,7 +135,7 @@ def build(name: str) -> nn.Module:
 
     settings = {"use_cache": False} | FAMILIES[name]
     # A size that a family sets is not asked of its configuration: Gemma 4's head_dim is none of the whole model's.
-    sizes = [(size, " ".join(one for one in names.split() if one not in settings)) for size, names in SIZES]
+    sizes = [(size, " ".join(name for name in names.split() if name not in settings)) for size, names in SIZES]
     model = disturbed(built(getattr(transformers, f"{name}ForCausalLM"), settings, sizes))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

@@ -116,13 +116,13 @@ def calls(model: nn.Module, batch: int = BATCH, length: int = TOKENS, samples: i
     arguments = {name: value for name, value in candidates.items() if name in names}
     if "labels" in arguments:  # from which the decoder takes its tokens
         arguments.pop("decoder_input_ids", None)
-    found = [arguments]
+    calls = [arguments]
     if {"pixel_values", "input_ids"} <= arguments.keys():
         for left_out in ("pixel_values", "input_ids"):
-            found.append({name: value for name, value in arguments.items() if name != left_out})
+            calls.append({name: value for name, value in arguments.items() if name != left_out})
     if "hidden_states" in names:
-        found.append({"hidden_states": torch.randn(batch, length, config.hidden_size)})
-    return found
+        calls.append({"hidden_states": torch.randn(batch, length, config.hidden_size)})
+    return calls
 
 
 def hub(name: str, settings: dict[str, Any] | None = None, **inputs: Any) -> Build:

@@ -46,14 +46,16 @@ def classes(mapping: str) -> dict[str, type]:
     """Returns the classes of transformers' mapping that import here, by name."""
     from transformers.models.auto import modeling_auto
 
-    of_configs, found = getattr(modeling_auto, mapping), {}
+    of_configs, by_name = getattr(modeling_auto, mapping), {}
     for config in of_configs:
         try:
             of_config = of_configs[config]
         except Exception:  # a class whose own module does not import here (an optional package)
             continue
-        found |= {one.__name__: one for one in (of_config if isinstance(of_config, (list, tuple)) else (of_config,))}
-    return dict(sorted(found.items()))
+        by_name |= {
+            kind.__name__: kind for kind in (of_config if isinstance(of_config, (list, tuple)) else (of_config,))
+        }
+    return dict(sorted(by_name.items()))
 
 
 def build(model_class: type) -> nn.Module:
@@ -140,16 +142,16 @@ def main() -> None:
         parser.error(hint)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    found: dict[str, tuple[str, type]] = {}
+    known: dict[str, tuple[str, type]] = {}
     for mapping in [args.mapping] if args.mapping else MAPPINGS:
-        found |= {name: (mapping, one) for name, one in classes(mapping).items() if name not in found}
-    if unknown := set(args.classes) - set(found):
+        known |= {name: (mapping, kind) for name, kind in classes(mapping).items() if name not in known}
+    if unknown := set(args.classes) - set(known):
         parser.error(f"no such class in {args.mapping or 'these mappings'}: {', '.join(sorted(unknown))}")
     part, parts = map(int, args.part.split("/"))
     results, verdicts = [], collections.Counter()
     print(peaks.HEADING)
-    for name in (args.classes or list(found))[part - 1 :: parts]:
-        verdict, result = swept(name, found[name][1], args.tokens, args.workspace)
+    for name in (args.classes or list(known))[part - 1 :: parts]:
+        verdict, result = swept(name, known[name][1], args.tokens, args.workspace)
         verdicts[verdict] += 1
         if verdict not in ("right", "WRONG"):
             print(f"{name:26} {verdict}: {' '.join(result.reasons)}"[:160], flush=True)
@@ -157,11 +159,11 @@ def main() -> None:
         print(peaks.line(result), flush=True)
         results.append(result)
         if args.out:
-            write_rows(args.out, [one.row() for one in results])
+            write_rows(args.out, [result.row() for result in results])
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
-    above = {name: result for result in results if result.ratio > BOUNDS["CAUSAL" in found[name := result.name][0]]}
+    above = {name: result for result in results if result.ratio > BOUNDS["CAUSAL" in known[name := result.name][0]]}
     print(f"{len(above)} above what they may take:")
-    for result in sorted(above.values(), key=lambda one: -one.ratio):
+    for result in sorted(above.values(), key=lambda result: -result.ratio):
         print(f"  {result.ratio:.2f} {result.name}: {' | '.join(result.reasons)[:300]}")
     if verdicts["WRONG"] or verdicts["CRASHED"]:
         raise SystemExit(1)

@@ -86,11 +86,11 @@ def guard() -> float:
     model, x = _layers()
     convert(model, x)
     forward, calls = model[0].forward, 2000
-    given = {"attention_mask": None, "position_ids": None, "tables": (x, x), "use_cache": False}
+    kwargs = {"attention_mask": None, "position_ids": None, "tables": (x, x), "use_cache": False}
 
     def decide() -> None:
-        forward.form.takes(given)
-        forward.segment_of(pattern_of(forward.form.counting(((x,), given)), []))
+        forward.form.takes(kwargs)
+        forward.segment_of(pattern_of(forward.form.counting(((x,), kwargs)), []))
         forward.watch.unchanged()
 
     start = time.thread_time()  # after a conversion torch's other threads spin for a while

@@ -221,12 +221,12 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
 def failures(out: Path) -> list[str]:
     """Returns a line for everything of ours that results.csv and tests.csv say was wrong or failed."""
     rows, tests = read(out / "results.csv"), {row["test"]: row for row in read(out / "tests.csv")}
-    found = [
+    lines = [
         f"{row['case']} {row['variant']}: {row['status']}: {row['note']}"
         for row in rows
         if row["variant"].startswith("ckptkern") and row["status"] in ("failed", "wrong")
     ]
-    return found + [
+    return lines + [
         f"{name}: {row['message']}" for name, row in tests.items() if row["outcome"] not in ("passed", "skipped")
     ]
 
@@ -241,38 +241,38 @@ def read(path: Path) -> list[dict[str, str]]:
 def too_much(out: Path) -> list[str]:
     """Returns what of OUT would not come back from a machine that returns eight files of 16 MiB."""
     files = sorted(path for path in out.rglob("*") if path.is_file())
-    found = [
+    lines = [
         f"{path.name}: {path.stat().st_size} bytes, at most {MOST_BYTES}"
         for path in files
         if path.stat().st_size > MOST_BYTES
     ]
     if len(files) > MOST_FILES:
-        found.append(
+        lines.append(
             f"{len(files)} files, at most {MOST_FILES}: {', '.join(str(path.relative_to(out)) for path in files)}"
         )
-    return found
+    return lines
 
 
-def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
+def prepare(part: int, args: argparse.Namespace, log: Log) -> Path:
     """Takes over what IN has, builds, and returns the folder of what was built; programs find the wheels and the caches."""
-    log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
-    before = given.resume or given.out
+    log(f"part {part}, {args.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
+    before = args.resume or args.out
     if (before / CACHES).exists():
-        log(f"caches: {caches.unpack(before / CACHES, given.work)}")
+        log(f"caches: {caches.unpack(before / CACHES, args.work)}")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has ninja
-    lib = build(given.work, log)
-    wheels = unpack_wheels(given.wheels, given.work / "site")
-    paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(given.work / "site")]
+    lib = build(args.work, log)
+    wheels = unpack_wheels(args.wheels, args.work / "site")
+    paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(args.work / "site")]
     os.environ.update(
         PYTHONPATH=os.pathsep.join(paths),
         PYTHONUNBUFFERED="1",
-        TRITON_CACHE_DIR=str(given.work / "cache/triton"),
-        TORCHINDUCTOR_CACHE_DIR=str(given.work / "cache/inductor"),
+        TRITON_CACHE_DIR=str(args.work / "cache/triton"),
+        TORCHINDUCTOR_CACHE_DIR=str(args.work / "cache/inductor"),
     )
-    here = setting(lib, given.dry)
+    here = setting(lib, args.dry)
     log(f"built; {', '.join(f'{name} {value}' for name, value in here.items())}; wheels: {', '.join(wheels) or 'none'}")
-    if before != given.out and (before / "env.json").exists():
-        take_over(before, given.out, here, log)
+    if before != args.out and (before / "env.json").exists():
+        take_over(before, args.out, here, log)
     return lib
 
 
@@ -314,23 +314,23 @@ def gpu_of() -> str:
     return done.stdout.strip() or "no GPU"
 
 
-def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list[str]:
+def run_steps(part: int, args: argparse.Namespace, log: Log, lib: Path) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1)
-    own = [step for step in STEPS if step.part == part and given.steps in step.name]
+    this = Run(args.out, args.work, args.dry, args.cases, args.models, words(args.tests), os.cpu_count() or 1)
+    own = [step for step in STEPS if step.part == part and args.steps in step.name]
     others = (
         []
-        if given.dry or given.steps
+        if args.dry or args.steps
         else sorted((step for step in STEPS if step.part != part), key=lambda step: step.part)
     )
     cut: list[Step] = []
     bad: list[str] = []
     while queue := own or cut or others:
-        left = int(log.start + given.seconds - time.monotonic()) - FINISH
+        left = int(log.start + args.seconds - time.monotonic()) - FINISH
         if left < SMALLEST:
             log(f"no time is left for: {', '.join(step.name for step in own + cut + others)}")
             break
-        seconds = left * queue[0].share // sum(one.share for one in own) if own else left
+        seconds = left * queue[0].share // sum(step.share for step in own) if own else left
         step, is_own = queue.pop(0), queue is own
         command = step.command(this, seconds)
         if isinstance(command, str):
@@ -339,7 +339,7 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
         log(f"{step.name}: at most {seconds} s")
         status = run(command, seconds, log, lib)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
-        pack(given, log)
+        pack(args, log)
         if status == LOST:
             queue.insert(0, step)
         elif status == CUT and is_own:
@@ -349,21 +349,21 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
     return bad
 
 
-def pack(given: argparse.Namespace, log: Log) -> None:
-    log(f"caches: {caches.pack(given.out / CACHES, given.work, MOST_BYTES)}")
+def pack(args: argparse.Namespace, log: Log) -> None:
+    log(f"caches: {caches.pack(args.out / CACHES, args.work, MOST_BYTES)}")
 
 
-def run_part(part: int, given: argparse.Namespace) -> list[str]:
+def run_part(part: int, args: argparse.Namespace) -> list[str]:
     """Runs one part, and returns what was not right."""
-    log = Log(given.out / "log.txt")
-    lib = prepare(part, given, log)
-    pack(given, log)
+    log = Log(args.out / "log.txt")
+    lib = prepare(part, args, log)
+    pack(args, log)
     try:
-        bad = run_steps(part, given, log, lib)
+        bad = run_steps(part, args, log, lib)
     finally:
-        pack(given, log)
-    bad += failures(given.out) + too_much(given.out)
-    for path in sorted(given.out.iterdir()):
+        pack(args, log)
+    bad += failures(args.out) + too_much(args.out)
+    for path in sorted(args.out.iterdir()):
         log(f"{path.stat().st_size:11,} bytes  {path.name}")
     for line in bad:
         log(f"NOT RIGHT: {line}")
@@ -376,53 +376,53 @@ def folder(name: str) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
-    made.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: where results are written")
-    made.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
-    made.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
-    made.add_argument(
+    result.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
+    result.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: where results are written")
+    result.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
+    result.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
+    result.add_argument(
         "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
     )
-    made.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
-    made.add_argument(
+    result.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
+    result.add_argument(
         "--models", default="", metavar="REGEX", help="MODELS: of whole models, by the names of their cases"
     )
-    made.add_argument(
+    result.add_argument(
         "--tests", default="", metavar="ARGS", help="TESTS: arguments for pytest, or tests instead of all"
     )
-    made.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
-    made.add_argument(
+    result.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
+    result.add_argument(
         "--wheels",
         type=Path,
         default=ROOT / "build/gpu/wheels",
         metavar="DIR",
         help="WHEELS: those of baselines, for any Python 3",
     )
-    made.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
-    return made
+    result.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 if something of ours was not right, or 2 for arguments that make no sense."""
-    made = parser()
-    given = made.parse_args(argv)
+    command_line = parser()
+    args = command_line.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
-        made.error(f"{sys.executable} has no torch. Install it, or name another Python: make gpu PYTHON=...")
-    if given.resume and not given.resume.is_dir():
-        made.error(f"IN: {given.resume} is not a folder; name the OUT of the part before")
-    if not any(given.steps in step.name for step in STEPS):
-        made.error(f"STEPS: {given.steps!r} is in none of {', '.join(step.name for step in STEPS)}")
-    if not given.dry and gpu_of() == "no GPU":
-        made.error("torch sees no GPU here. DRY=1 shows on a CPU what is run")
-    given.out.mkdir(parents=True, exist_ok=True)
+        command_line.error(f"{sys.executable} has no torch. Install it, or name another Python: make gpu PYTHON=...")
+    if args.resume and not args.resume.is_dir():
+        command_line.error(f"IN: {args.resume} is not a folder; name the OUT of the part before")
+    if not any(args.steps in step.name for step in STEPS):
+        command_line.error(f"STEPS: {args.steps!r} is in none of {', '.join(step.name for step in STEPS)}")
+    if not args.dry and gpu_of() == "no GPU":
+        command_line.error("torch sees no GPU here. DRY=1 shows on a CPU what is run")
+    args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     bad = []
-    for part in (given.part,) if given.part else (1, 2, 3):
-        bad += run_part(part, given)
-        given.resume = None
+    for part in (args.part,) if args.part else (1, 2, 3):
+        bad += run_part(part, args)
+        args.resume = None
     return 1 if bad else 0
 
 

@@ -89,7 +89,7 @@ def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
 def compared(row: Row, result: Result, reference: Reference, dtype: torch.dtype) -> bool:
     """Writes the distances into the row, and returns whether they are within their bounds."""
     distances = result.distances(reference.result)
-    told = ", ".join(f"{what} {x:.1e}" for what, x in zip(("loss", "norm", "gradients"), distances, strict=True))
+    told = ", ".join(f"{name} {x:.1e}" for name, x in zip(("loss", "norm", "gradients"), distances, strict=True))
     row.add_note(f"relative distance from {reference.name}'s: {told}")
     right = all(x <= bound for x, bound in zip(distances, BOUNDS[dtype], strict=True))
     row.status = "ok" if right else "wrong"

@@ -57,7 +57,9 @@ def tokenized(text: bytes, size: int) -> tuple[Tensor, list[bytes]]:
     counts = collections.Counter(word for word in words if len(word) > 1)
     vocabulary = [*(bytes([byte]) for byte in range(256)), *(word for word, _ in counts.most_common(size - 256))]
     token = {word: place for place, word in enumerate(vocabulary)}
-    return torch.tensor([one for word in words for one in ([token[word]] if word in token else word)]), vocabulary
+    return torch.tensor(
+        [token_id for word in words for token_id in ([token[word]] if word in token else word)]
+    ), vocabulary
 
 
 def batches(config: Namespace, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -54,7 +54,7 @@ def summarize(config: Namespace, runs: list[Run]) -> list[Row]:
     exact = config.device == "cpu" and config.dtype == "fp32"
     rows = []
     for run in runs:
-        times, firsts = (one.milliseconds[warmup:] or one.milliseconds for one in (run, first))
+        times, firsts = (timed.milliseconds[warmup:] or timed.milliseconds for timed in (run, first))
         ratios = sorted(time / base for time, base in zip(times, firsts, strict=True))
         differences = [abs(b - a) / abs(a) for a, b in zip(first.losses, run.losses, strict=True)]
         row = Row(
