@@ -1,4 +1,4 @@
-"""certify: does a converted model compute what the unmodified one computes? Both against float64, on one batch."""
+"""Compares a training step of a converted model with the unmodified model's, both against float64."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # what replaces modu
 
 @dataclasses.dataclass
 class GradientError:
-    """The relative errors of a parameter's gradient against float64, ||g - g64|| / ||g64||: eager PyTorch's, and ours.
+    """The relative errors of one parameter's gradient against float64, ||g - g64|| / ||g64||: eager PyTorch's and ckptkern's.
 
-    A gradient counts as at least a hundredth of the largest one, by root mean square: that of a key's bias is rounding alone.
+    ||g64|| counts as at least 1% of the largest gradient's (root mean square).
     """
 
     name: str
@@ -44,18 +44,17 @@ class GradientError:
 
     @property
     def ratio(self) -> float:
-        """Ours over eager's; 1 if both are 0."""
+        """Returns ours / eager; 1 if both are 0."""
         return self.ours / self.eager if self.eager else float("inf") if self.ours else 1.0
 
 
 @dataclasses.dataclass
 class Certificate:
-    """What certify found. print(certificate) says it; write(path) writes it, with all parameters, as Markdown.
+    """The result of `certify`. `print(certificate)` summarizes it.
 
-    gradients: of every trained parameter. Of (unmodified, converted) are loss: the relative errors of the loss; saved: bytes
-    that forward saves for backward, besides parameters; peak: bytes that the step rises above what is there. replaced: name ->
-    what replaces the module. unused: names of those whose replacement did not run. dropout: False if it was there and off.
-    least: what counts as the unmodified model's error where that is smaller.
+    gradients: errors of each trained parameter's gradient. loss: errors of the loss, (unmodified, converted). saved, peak:
+    bytes saved for backward and the step's peak, in the same order. replaced: module name -> its replacement. unused: replaced
+    modules that ran as before convert. dropout: False if it was switched off. least: smaller eager errors count as this.
     """
 
     gradients: list[GradientError]
@@ -69,22 +68,22 @@ class Certificate:
     least: float
 
     def allowed(self, error: float) -> float:
-        """The largest error of ours that passes where eager's is `error`."""
+        """Returns the largest error that passes where eager's is `error`."""
         return self.tolerance * max(error, self.least)
 
     @property
     def failures(self) -> list[str]:
-        """ "loss" and names of parameters whose error is too large, or not a number."""
+        """Returns the names of parameters, or "loss", whose error is too large or NaN."""
         named = [("loss", *self.loss), *((gradient.name, gradient.eager, gradient.ours) for gradient in self.gradients)]
         return [name for name, eager, ours in named if not ours <= self.allowed(eager)]
 
     @property
     def passed(self) -> bool:
-        """Is there a replaced module, did all of them run, and is no error too large?"""
+        """Returns whether modules were replaced, all of them ran, and no error is too large."""
         return not (self.failures or self.unused) and bool(self.replaced)
 
     def text(self, most: int | None = None) -> str:
-        """All of it, with the gradients of the largest ratios first, `most` of them."""
+        """Returns the certificate as text, with the `most` gradients of the largest ratios; None: all."""
         verdict = "passed: the converted model computes what the unmodified one computes" if self.passed else "FAILED"
         lines = [verdict]
         if self.failures:
@@ -126,14 +125,14 @@ class Certificate:
         return self.text(SHOWN)
 
     def write(self, path: str | os.PathLike) -> None:
-        """Writes all of it as Markdown."""
+        """Writes the whole certificate as Markdown."""
         verdict, _, rest = self.text().partition("\n")
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         Path(path).write_text(f"# {verdict}\n\n```text\n{rest}\n```\n\ntorch {torch.__version__}, {device}\n")
 
 
 class InFloat64(TorchDispatchMode):
-    """Models upcast norms and logits to float32. What is float64 stays so."""
+    """Keeps float64 tensors in float64 where a model upcasts norms and logits to float32."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -145,7 +144,7 @@ class InFloat64(TorchDispatchMode):
 
 
 class Ran(NamedTuple):
-    """A step, and its gradients, by name."""
+    """A step and its gradients by parameter name."""
 
     step: Step
     gradients: dict[str, Tensor]
@@ -158,29 +157,22 @@ def certify(
     tolerance: float = TOLERANCE,
     **example_kwargs: Any,
 ) -> Certificate:
-    """Runs a training step of the unmodified model, of the converted one and of the unmodified one in float64, on one batch,
-    and compares the loss and the gradient of every trained parameter.
+    """Compares a training step of the converted model with the unmodified model's: the loss and every gradient, both against
+    float64.
 
         certificate = ckptkern.certify(model, input_ids=ids, labels=ids)
-        print(certificate)
-        certificate.write("certificate.md")
-        assert certificate.passed
+        assert certificate.passed, certificate
 
-    The model may be converted or not: of a converted one a copy is reverted, of another one a copy is converted, with the
-    defaults of `convert`. The model itself, its gradients and random states stay as they are. Copies need memory: of the model,
-    and of it in float64, one after the other.
+    The steps run on copies: a converted model's copy is reverted, any other model's copy is converted with the defaults of
+    `convert`. A model with dropout is compared in eval mode.
 
-    It passes if every error of the converted model is at most `tolerance` times the unmodified model's own error in its dtype,
-    both against float64; where that is small, at most so many times the median of all gradients' errors, or the dtype's eps.
-    All replaced modules must have run. ckptkern's dropout masks are not torch's, so a model with dropout is compared in eval
-    mode.
+    The certificate passes if all replaced modules ran and each error is at most `tolerance` times the unmodified model's error
+    in its dtype, or times the median error of all gradients or the dtype's eps if that is larger.
 
-    example_inputs, example_kwargs: a batch of training. loss: from what the model returns to the scalar that is
-    differentiated; None takes the output's `loss`, or its one scalar, as of a model that returns (logits, loss); else the sum
-    of its tensors, each weighted by random numbers. Under torch.autocast both models run in it, and float64 without.
+    example_inputs, example_kwargs: a training batch. loss: as in `report`; but None weights the tensors by random numbers.
 
-    Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
-    wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
+    Raises TypeError for another class of model or missing inputs; ValueError if the model is compiled, sharded or wrapped,
+    returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
     batch = example_inputs, example_kwargs
     check_step("certify", model, batch)
@@ -233,7 +225,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def replaced_by(model: nn.Module) -> dict[str, str]:
-    """What replaces each module that convert changed, by name."""
+    """Returns what replaces each module that convert changed, by name."""
     names = {}
     for name, module in model.named_modules():
         if is_converted(module):
@@ -243,7 +235,7 @@ def replaced_by(model: nn.Module) -> dict[str, str]:
 
 
 def random(model: nn.Module, call: Call) -> bool:
-    """Do two calls differ?"""
+    """Returns whether two calls give different results."""
     args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
         outputs = [model(*args, **kwargs) for _ in range(2)]
@@ -252,7 +244,7 @@ def random(model: nn.Module, call: Call) -> bool:
 
 
 def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
-    """Runs one step, always from the same seed, with zeros as gradients before."""
+    """Runs one step from a fixed seed, with gradients of zeros before."""
     gradients: dict[str, Tensor] = {}
     step = step_of(
         model,
@@ -266,7 +258,7 @@ def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of tensors, each times fixed random numbers."""
+    """Returns the sum of the tensors, each times fixed random numbers."""
     seed = torch.Generator().manual_seed(0)
     return torch.stack(
         [(tensor * torch.randn(tensor.shape, generator=seed).to(tensor)).double().sum() for tensor in wanted]
@@ -274,7 +266,7 @@ def weighted(wanted: Sequence[Tensor]) -> Tensor:
 
 
 def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
-    """Returns the relative errors of the loss and of each gradient."""
+    """Returns the relative error of the loss and of each gradient."""
     floor = 1e-2 * max((rms(gradient) for gradient in exact.gradients.values()), default=0.0)
 
     def error(of: Tensor, to: Tensor, least: float = 0.0) -> float:

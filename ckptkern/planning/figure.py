@@ -1,4 +1,4 @@
-"""The picture of a report: memory over one step, up in forward and down in backward, and what stands at its peak."""
+"""Draws a report: memory over one training step, and the tensors alive at its peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]], path: str | os.PathLike) -> None:
-    """Memory over the step above; below, what stands at the peak of the mode whose peak is lowest."""
+    """Draws memory over the step, and below it the tensors alive at the peak of the mode with the lowest peak."""
     figure = Figure(figsize=(8.0, 6.8), layout="constrained")
     over_time, at_peak = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_timelines(over_time, timelines)
@@ -38,7 +38,7 @@ def unit_of(top: float) -> tuple[str, int]:
 
 
 def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str, str] = COLORS) -> None:
-    """Forward and backward are each as wide as the other: under the profiler their times mean little."""
+    """Draws forward and backward with equal widths, because the profiler distorts their times."""
     top = max(timeline.peak for timeline in timelines.values())
     unit, size = unit_of(top)
     for mode, timeline in timelines.items():

@@ -1,10 +1,9 @@
-"""What each region of a model saves, and what it costs, in each of its strategies.
+"""Measures what each region of a model saves and costs in each of its strategies.
 
-One forward of the model at first, of which nothing is held: who is called with what, and what is saved outside of the regions.
-Then one region of each kind runs alone in each of its strategies, forward and backward, on the input that it had in the model:
-its saved bytes, matmuls, transient memory and time. What it saves of its inputs and outputs has a name in the model, by which
-it is counted once if a neighbour saves it too: so the bytes of any mixture of strategies are those of a union, exact, and not
-a sum.
+One forward of the model records the calls of each region and what is saved outside of the regions. Then one region of each kind
+runs alone in each strategy, forward and backward, on its input from the model: its saved bytes, matmuls, transient memory and
+time are measured. Saved inputs and outputs have names in the model, so that a tensor saved by two neighbours counts once. The
+bytes of any combination of strategies are therefore those of a union, and exact.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
 def held_of(saved: Saved, step: Step) -> Held:
-    """Returns what these storages are to the step: those whose name is None are parameters and buffers, and do not count."""
+    """Returns the saved storages by their names in the step. Storages named None are parameters and buffers, and do not
+    count."""
     shared = {name: nbytes for key, nbytes in saved.items() if (name := step.names.get(key)) is not None}
     return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
 
@@ -58,7 +58,8 @@ def held_of(saved: Saved, step: Step) -> Held:
 
 
 class Seeds(Function):
-    """The root of a region's results, whose gradients of ones backward makes, and nothing else holds, as in a model."""
+    """Joins a region's results to one root, for which backward creates gradients of ones that nothing else holds, as in a
+    model."""
 
     @staticmethod
     def forward(ctx, *results: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ class Seeds(Function):
 
 
 def as_result(tensor: Tensor) -> Tensor:
-    """An input is the result of something: modules may write into it. Its strides decide what a region copies, and saves."""
+    """Returns a copy of an input that is not a leaf, so that modules may write into it. It keeps the strides, which decide
+    what a region copies and saves."""
     if not tensor.requires_grad:
         return tensor
     result = tensor.clone()
@@ -81,7 +83,7 @@ def as_result(tensor: Tensor) -> Tensor:
 
 
 class Alone(nn.Module):
-    """A region as a model of its own: from a call to the root of its results, which only the graph holds."""
+    """Runs a region as a model of its own: takes a call and returns the root of the results, which only the graph holds."""
 
     def __init__(self, region: nn.Module):
         super().__init__()
@@ -95,8 +97,8 @@ class Alone(nn.Module):
 
 
 def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
-    """Records one forward and backward: the cost, whose seconds are those of a pass that is recorded, and what is saved, by the
-    places of inputs and outputs. names: of the storages of the model's parameters and buffers."""
+    """Records one forward and backward. Returns the cost, whose seconds include the recording, and what is saved, named by
+    the places of inputs and outputs. names: storages of the model's parameters and buffers."""
     step = Step()
     step.names |= names
     step = step_of(alone, (call, {}), [("", alone.region)], step=step)
@@ -108,8 +110,8 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
 
 
 def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
-    """Fills the kind's costs and what it saves in each strategy. names: as of `watched_alone`. rates: of a GPU whose times are
-    estimated on the meta device. The rounds of timings interleave the strategies."""
+    """Measures the kind's costs and saved bytes in each strategy. Rounds of timing interleave the strategies. names: as in
+    `watched_alone`. rates: of the GPU whose times are estimated on the meta device."""
     segment, strategies, alone = kind.first, kind.strategies, Alone(kind.first.module)
     call = mapped(as_input, kind.call)
     device, start = device_of(alone, call), time.perf_counter()
@@ -160,7 +162,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
 
 
 def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy]) -> int:
-    """Returns the place of the kind that the region is of, which may be a new one."""
+    """Returns the index of the region's kind in `kinds`, to which a new kind is added if none fits."""
     gradients = [tensor.requires_grad for tensor in tensors_in(call)]
     for i, kind in enumerate(kinds):
         with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
@@ -182,10 +184,10 @@ def measure(
     shown: Callable[[str], None],
     rates: Rates | None = None,
 ) -> Table:
-    """Returns the table of a model's regions in their strategies. The model, modes and random states are afterwards as before.
+    """Returns the table of a model's regions in their strategies. Restores the model, its modes and the random states.
 
-    strategies: of each region. shown: is told what is measured. rates: of the GPU that a model on the meta device is planned
-    for, whose default workspace the ops then have.
+    strategies: of each region. shown: called with what is being measured. rates: of the GPU for which a model on the meta
+    device is planned; the ops then have its default workspace.
     """
     shown("a forward")
     with in_strategies(segments, [own[-1] for own in strategies]):
@@ -212,7 +214,7 @@ def measure(
 
 
 def fill(table: Table, shown: Callable[[str], None]) -> None:
-    """Measures each kind alone, in the table's workspace."""
+    """Measures each kind alone, within the table's workspace."""
     names, size = owned_by(table.example.model), table.workspace
     with table.workspaces.at(size):
         for kind in table.kinds:
@@ -222,8 +224,8 @@ def fill(table: Table, shown: Callable[[str], None]) -> None:
 
 
 def narrower(table: Table, shown: Callable[[str], None]) -> Table:
-    """Returns the table of the same regions in a smaller workspace: the power of two that is at most a quarter of what the
-    table's takes."""
+    """Returns the table of the same regions within a smaller workspace: the largest power of two that is at most a quarter
+    of what the table's takes."""
     most = table.rise(table.uniform("full"))
     size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
     kinds = list(map(dataclasses.replace, table.kinds))  # whose costs `fill` replaces

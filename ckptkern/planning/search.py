@@ -1,15 +1,15 @@
-"""The cheapest choice of a strategy for each region under a bound in bytes: of what is saved, or of the peak.
+"""Finds the cheapest strategy for each region under a bound in bytes, on saved tensors or on the peak.
 
-The first is an integer programme, solved exactly by SciPy's HiGHS:
+A bound on saved bytes is an integer programme, solved exactly by SciPy's HiGHS:
 
     minimise    sum over regions s of cost[s, strategy of s]
     subject to  fixed + sum over s of own[s, strategy of s]  <=  budget
 
-fixed: what is saved outside of the regions, or by a region in every strategy, or may be saved by several regions, such as the
-tables of a rotary embedding: it counts once, whatever is chosen. Regions that differ in nothing are counted rather than told
-apart: the n layers of a kind are one integer for each strategy, not n binaries, which would have n! equal solutions.
+fixed: what is saved outside of the regions, by a region in every strategy, or by several regions, such as the tables of a
+rotary embedding, which count once. Equal regions are counted, not told apart: n layers of a kind are one integer per strategy,
+because n binaries would have n! equal solutions.
 
-The peak moves with the bound of saved bytes, which is bisected, over modes and workspaces.
+A bound on the peak bisects the bound on saved bytes, over modes and workspaces.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.o
 
 
 class Group(NamedTuple):
-    """Segments with the same costs and bytes, in the model's order. strategies: the places of those that may be chosen, by
-    the bytes that they save."""
+    """Regions with the same costs and bytes, in the model's order. strategies: indices of those worth choosing, by the bytes
+    that they save."""
 
     members: list[int]
     strategies: list[int]
@@ -45,8 +45,8 @@ class Group(NamedTuple):
 
 
 def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int | None) -> Choice:
-    """The place of each region's strategy; without a budget, of those that save least. costs[s][w], held[s][w]: of region s in
-    strategy w. Raises BudgetError with the least that would do."""
+    """Returns the index of each region's strategy: the cheapest within the budget, or without a budget those that save
+    least. costs[s][w], held[s][w]: of region s in strategy w. Raises BudgetError with the smallest feasible budget."""
     groups, fixed = grouped(costs, held, rest)
     room = None if budget is None else budget - fixed
     while room is not None and (chosen := solved(groups, room)) is not None:
@@ -66,12 +66,12 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
 
 
 def by_saved(table: Table, budget: int | None) -> Choice:
-    """The cheapest choice that saves at most so many bytes; without a budget, that which saves least."""
+    """Returns the cheapest choice that saves at most `budget` bytes; without a budget, the choice that saves least."""
     return choose(table.times(), [row.held for row in table.rows], table.rest, budget)
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
-    """(groups, bytes that count whatever is chosen)."""
+    """Returns the groups of equal regions, and the bytes that are saved whatever is chosen."""
     fixed, owner = dict(rest.shared), dict[tuple, int]()
     for i, own in enumerate(held):
         always = set.intersection(*(set(saved_in.shared) for saved_in in own))
@@ -91,8 +91,8 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
 
 
 def solved(groups: list[Group], room: int | None) -> Choice | None:
-    """The strategies of all regions, the cheapest that save at most `room` bytes besides what is fixed; None if there are
-    none. Without a room, those that save least."""
+    """Returns the cheapest strategies of all regions that save at most `room` bytes besides the fixed ones; None if there
+    are none. Without a room, returns those that save least."""
     if room is not None and room < 0:
         return None
     if not groups:
@@ -131,8 +131,8 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
 
 
 class Choices:
-    """The choices of a table that are cheapest under some bound of saved bytes, and the uniform ones, with the peaks that are
-    predicted of them."""
+    """Candidate choices of a table with their predicted peaks: the uniform ones, and the cheapest under bounds on saved
+    bytes."""
 
     def __init__(self, table: Table):
         self.table, self.predicted = table, dict[Choice, int]()
@@ -152,11 +152,11 @@ class Choices:
         return self.predicted[chosen]
 
     def able(self) -> list[Choice]:
-        """Returns those in which every region fits."""
+        """Returns the choices in which every region fits."""
         return [key for key in self.predicted if math.isfinite(self.table.cost_of(key))]
 
     def within(self, bound: int) -> Choice | None:
-        """Returns the cheapest whose peak is predicted within the bound."""
+        """Returns the cheapest choice whose predicted peak is within the bound; None if there is none."""
         low, high = self.low, self.high + 1
         for _ in range(STEPS):
             middle = (low + high) // 2
@@ -165,7 +165,8 @@ class Choices:
         return min(fit, key=self.table.cost_of) if fit else None
 
     def best(self, budget: int) -> Choice:
-        """Returns the cheapest whose step was measured within the budget. Raises BudgetError with the least that would do."""
+        """Returns the cheapest choice whose measured peak is within the budget. Raises BudgetError with the smallest
+        feasible budget."""
         table, target = self.table, budget
         for _ in range(TRIES):
             chosen = self.within(target)
@@ -190,14 +191,14 @@ class Choices:
 
 
 class Search:
-    """Over workspaces: the model's own and smaller ones, each of which is measured when it may be of use. narrower: returns the
-    table of the next smaller one, or None."""
+    """Searches the model's own workspace and smaller ones, which are measured when they may help. narrower: returns the
+    table of the next smaller workspace, or None."""
 
     def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
         self.all, self._narrower = [Choices(table)], narrower
 
     def best(self, budget: int) -> tuple[Choices, Choice]:
-        """Returns the cheapest of all. Raises BudgetError with the least that would do."""
+        """Returns the cheapest choice of all workspaces. Raises BudgetError with the smallest feasible budget."""
         best, cost, errors = None, math.inf, []
         for i in range(SMALLER + 1):
             if i == len(self.all):

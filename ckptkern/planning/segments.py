@@ -1,4 +1,4 @@
-"""The regions of a model: the modules that have a mode, the strategies in which each may run, and its original forward."""
+"""Lists the regions of a model: the modules that have a mode, their strategies, and their original forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = tuple(
 
 
 class Strategy(NamedTuple):
-    """A mode, or one for each half of a layer, and where what is saved goes: None stays on the device."""
+    """A mode, or one per sublayer of a layer, and the store of saved tensors; None leaves them on the device."""
 
     mode: str | tuple[str, str]
     store: Store | None = None
@@ -42,8 +42,8 @@ ORIGINAL = Strategy(EAGER)  # a region's forward before convert; it is measured,
 
 
 class Segment(NamedTuple):
-    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: a module that may become an
-    activation checkpoint, and is none in mode "none"."""
+    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: the module may become an activation
+    checkpoint; in mode "none" it is not one."""
 
     name: str
     module: nn.Module
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
     @property
     def forward(self) -> Forward | None:
-        """What replaces its class's forward."""
+        """Returns what replaces the forward of the module's class, or None."""
         return forward_of(self.module)
 
     @property
@@ -65,8 +65,8 @@ class Segment(NamedTuple):
         return Strategy(forward.recompute, forward.store)
 
     def set(self, strategy: Strategy) -> None:
-        """From the next forward on; graphs that exist stay as they are. What replaces its class's forward and is not needed in
-        this strategy goes."""
+        """Sets the strategy for later forwards; existing graphs do not change. A replaced forward that the strategy does not
+        need is removed."""
         if strategy == self.strategy:
             return
         forward = self.forward
@@ -85,7 +85,7 @@ class Segment(NamedTuple):
             forward.store, forward.recompute = strategy.store, strategy.mode
 
     def modes(self) -> list[str | tuple[str, str]]:
-        """Its modes; for a layer of two sublayers, those of each sublayer too."""
+        """Returns the module's modes; for a layer also those of its two sublayers."""
         if self.replaced_by == "checkpoint":
             return ["none", "full"]
         if self.replaced_by != "transformer_layer":
@@ -98,7 +98,8 @@ class Segment(NamedTuple):
 
 @contextlib.contextmanager
 def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -> Iterator[None]:
-    """Runs the regions in these strategies inside, and afterwards as before. Of a single region it may be ORIGINAL."""
+    """Runs the regions in these strategies inside the block, and restores theirs afterwards. ORIGINAL is allowed for a
+    single region."""
     before = [segment.strategy for segment in segments]
     try:
         with original_forwards(segments[0].module) if ORIGINAL in strategies else contextlib.nullcontext():
@@ -112,7 +113,8 @@ def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -
 
 
 class Workspaces:
-    """The workspace of every op of a model: modules of ours and what replaces forwards, and what each was given."""
+    """Sets the workspace of every op of a model: of ckptkern's modules and of replaced forwards. given: each with its own
+    size."""
 
     def __init__(self, model: nn.Module):
         self.size: int | None = None
@@ -125,7 +127,7 @@ class Workspaces:
             self.given += [(op, op.workspace) for op in ops]
 
     def set(self, size: int | None) -> None:
-        """At most so many bytes for each; None is what they were given."""
+        """Limits each workspace to `size` bytes; None restores their own sizes."""
         self.size = size
         for op, own in self.given:
             is_larger = own is None or (size is not None and parse_bytes("plan", own) > size)
@@ -147,7 +149,7 @@ def segments_of(
     exclude: Which | Iterable[Which] | None = None,
 ) -> list[Segment]:
     """Returns the outermost modules that have a mode, and runs of layers, in the model's order. include, exclude: as in
-    convert."""
+    `convert`."""
     segments: list[Segment] = []
     inside: set[nn.Module] = set()
     allowed = selected(model, include, exclude)
@@ -161,13 +163,13 @@ def segments_of(
 
 
 def runs_of(module: nn.Module) -> list[tuple[int, int, Fused | General]]:
-    """Returns the runs of layers of an nn.Sequential that convert replaced: (start, stop, what runs them)."""
+    """Returns (start, stop, what runs them) for each run of layers of an nn.Sequential that convert replaced."""
     forward = forward_of(module)
     return forward.runs if isinstance(forward, Runs) else []
 
 
 def server_of(module: nn.Module) -> str | None:
-    """What replaces a module that has a mode."""
+    """Returns what replaces a module; None if the module has no mode."""
     forward = forward_of(module)
     if isinstance(forward, Fused):
         return next(segment.op for segment in forward.segments.values() if segment is not None)
@@ -181,7 +183,7 @@ def server_of(module: nn.Module) -> str | None:
 
 
 def check_step(op: str, model: nn.Module, call: Call) -> None:
-    """Raises TypeError, ValueError and RuntimeError for a model of which no step can run by itself."""
+    """Raises TypeError, ValueError or RuntimeError if a step of the model cannot run by itself."""
     recorder.check_step(op, model, call)
     if not any(call):
         raise TypeError(
@@ -200,7 +202,7 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
 
 @contextlib.contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
-    """The model as it was before convert, for a while."""
+    """Restores the model as it was before convert inside the block."""
     before = []
     try:
         for module in [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]:

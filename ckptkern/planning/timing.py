@@ -1,5 +1,5 @@
-"""The time of a step: on a GPU that of its kernels, not of their launches; on the meta device an estimate for a GPU that is not
-there; elsewhere the clock's."""
+"""Times a step: its kernels on a GPU, without their launches; by the clock on other devices; and by an estimate for a GPU on
+the meta device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SLEEP, LONGEST_SLEEP = 2**21, 2**26  # cycles: about 1 and 34 ms at 2 GHz
 
 
 class Clock:
-    """clock(prepare) -> seconds of what the step that prepare() returns runs on the device.
+    """Times steps: clock(prepare) returns the seconds that the step returned by prepare() takes on the device.
 
-    The GPU sleeps before the first event until the host has launched the whole step, so that no kernel waits for its launch; if
-    the host needs longer, a step is prepared and run anew. ahead: the host was so in every step; where one waits for the GPU,
-    the host's time is in its seconds.
+    The GPU sleeps before the first event until the host has launched the whole step, so that no kernel waits for its launch. If
+    the host needs longer, a step is prepared and run again. ahead: the host was ahead of the GPU in every step; if a step waits
+    for the GPU, its seconds include host time.
     """
 
     def __init__(self, device: torch.device):
@@ -45,7 +45,7 @@ class Clock:
         return seconds
 
     def _attempt(self, prepare: Callable[[], Step], cycles: int) -> tuple[float, bool]:
-        """Runs a step behind a sleep of so many cycles. Returns its seconds, and whether the host had launched all of it
+        """Runs a step behind a sleep of `cycles`. Returns its seconds, and whether the host had launched the whole step
         before the sleep ended."""
         step = prepare()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -60,8 +60,8 @@ class Clock:
 
 
 class Rates(NamedTuple):
-    """What a GPU reaches: FLOP/s of 16-bit and of float32 matmuls, bytes/s of its memory and of copies to and from the host,
-    and bytes of memory."""
+    """Rates that a GPU reaches: FLOP/s of 16-bit and of float32 matmuls, bytes/s of its memory and of copies to and from the
+    host; and its bytes of memory."""
 
     matmuls: float
     float32: float
@@ -80,9 +80,9 @@ RATES = {
 
 
 class Roofline(TorchDispatchMode):
-    """flops: of the matmuls of the ops inside. seconds: of the ops, if each takes as long as its matmuls or as the bytes that
-    it reads and writes, whichever is longer; 0 without rates. A library op of ours counts as one: its kernels hold on the chip
-    what is between."""
+    """Sums the matmul flops of the ops inside, and estimates their seconds: each op takes as long as its matmuls or its
+    reads and writes, whichever is longer; 0 without rates. An op of ckptkern counts as one op, because its kernels keep
+    intermediates on chip."""
 
     def __init__(self, rates: Rates | None):
         super().__init__()
