@@ -33,7 +33,7 @@ OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # what replaces modu
 
 @dataclasses.dataclass
 class GradientError:
-    """The relative errors of one parameter's gradient against float64, ||g - g64|| / ||g64||: eager PyTorch's and ckptkern's.
+    """Relative errors of one parameter's gradient against float64, ||g - g64|| / ||g64||, in eager PyTorch and in ckptkern.
 
     ||g64|| counts as at least 1% of the largest gradient's (root mean square).
     """
@@ -50,11 +50,11 @@ class GradientError:
 
 @dataclasses.dataclass
 class Certificate:
-    """The result of `certify`. `print(certificate)` summarizes it.
+    """The result of `certify`; `print(certificate)` summarizes it, and `write(path)` writes all of it as Markdown.
 
-    gradients: errors of each trained parameter's gradient. loss: errors of the loss, (unmodified, converted). saved, peak:
-    bytes saved for backward and the step's peak, in the same order. replaced: module name -> its replacement. unused: replaced
-    modules that ran as before convert. dropout: False if it was switched off. least: smaller eager errors count as this.
+    gradients: errors of each trained parameter's gradient. loss, saved, peak: the loss's error, bytes saved for backward, and
+    the step's peak, each as (unmodified, converted). replaced: module name -> its replacement. unused: replaced modules that
+    ran as before convert. `passed`: whether it passes; `failures`: names whose error is too large.
     """
 
     gradients: list[GradientError]
@@ -163,11 +163,9 @@ def certify(
         certificate = ckptkern.certify(model, input_ids=ids, labels=ids)
         assert certificate.passed, certificate
 
-    The steps run on copies: a converted model's copy is reverted, any other model's copy is converted with the defaults of
-    `convert`. A model with dropout is compared in eval mode.
-
-    The certificate passes if all replaced modules ran and each error is at most `tolerance` times the unmodified model's error
-    in its dtype, or times the median error of all gradients or the dtype's eps if that is larger.
+    The steps run on copies, one reverted or one converted by `convert`'s defaults. A model with dropout is compared in eval
+    mode. The certificate passes if all replaced modules ran and each error is at most `tolerance` times the unmodified model's,
+    or times the median of all gradients' errors or the dtype's eps if larger.
 
     example_inputs, example_kwargs: a training batch. loss: as in `report`; but None weights the tensors by random numbers.
 

@@ -40,10 +40,10 @@ MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves
 
 
 class Plan:
-    """The strategy of each region of a model, and the table that it was chosen from. `print(plan)` shows both.
+    """The strategies of a model's regions, and the table that they were chosen from; `print(plan)` shows both.
 
-    budget: in bytes, of the peak if `by_peak`, else of saved tensors. peak, predicted: the measured and the predicted peak of a
-    step; None without `by_peak`. adapting: the handle of adapt's hook.
+    budget: in bytes, of the peak if `by_peak`, else of saved tensors. peak, predicted: measured and predicted peak of a step;
+    None without `by_peak`. workspace: limit of each op's workspace; None if unchanged.
     """
 
     def __init__(self, table: Table, budget: int | str, search: Search | None = None):
@@ -214,18 +214,17 @@ def plan(
         print(plan)
 
     A model without regions is converted first. A region's strategies are its recompute modes, for a layer also a mode for each
-    sublayer ("full/none"), each with saved tensors on the device or in one of `stores`. An integer programme (SciPy's milp)
-    chooses among them from measurements of one region of each kind; a step of the choice is then measured. Smaller workspaces
-    are tried if they may help.
+    sublayer ("full/none"), each with or without one of `stores`. An integer programme (SciPy's milp) chooses among them from
+    measurements of one region of each kind; a step of the choice is then measured.
 
     example_inputs, example_kwargs: a call at training size, with labels so that the loss is in the step. On meta tensors FLOPs
     replace times, and peaks are counted.
     budget: bytes that a step may allocate beyond what is there when it begins, such as "20GiB".
     saved: instead of budget, bytes that forward may save for backward. With neither, it is the device's free memory less
     gradients and transients.
-    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again before a step if the free
-    memory has changed by 5% of the budget.
-    include, exclude: as in `convert`. group: ranks that must choose alike; by default all. loss: as in `report`.
+    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again if the free memory changes by
+    5% of the budget. include, exclude: as in `convert`. group: ranks that must choose alike; by default all. loss: as in
+    `report`.
     device: the GPU for which a model on the meta device is planned: "h100", "h200" or "a100".
 
     Raises BudgetError with the smallest feasible budget as `least`; ImportError without SciPy; ValueError for both budgets, a
@@ -290,7 +289,8 @@ def plan(
 class Frontier:
     """The largest size that trains within a budget, and its plan, which is applied.
 
-    size: the argument of make_inputs. budget: in bytes. tried: size -> peak of a step at "full"; math.inf if it did not fit.
+    size: the argument of make_inputs. budget, `peak`: in bytes. tried: size -> peak of a step at "full"; math.inf if it did not
+    fit.
     """
 
     size: int
@@ -334,15 +334,14 @@ def frontier(
         longest = ckptkern.frontier(model, inputs, "24GiB")
         print(longest.size, longest.plan)
 
-    A size fits if a step with every region at "full" stays within the budget. `plan` then chooses strategies for the largest
-    size.
+    A size fits if a step with every region at "full" stays within the budget.
 
-    make_inputs: maps a size to a step's inputs: a tensor, a tuple of positional or a dict of keyword arguments. multiple: sizes
-    are multiples of it, the first is `multiple` itself, and the search ends within the larger of `multiple` and 1/64 of the
-    size. limit: the largest size to try. budget, include, exclude, loss: as in `plan`.
+    make_inputs: maps a size to a tensor, a tuple of positional or a dict of keyword arguments. multiple: sizes are multiples of
+    it; the search ends within the larger of `multiple` and 1/64 of the size. limit: the largest size to try. budget, include,
+    exclude, loss: as in `plan`.
 
-    Raises BudgetError with `least` for the first size if that does not fit; ValueError for an invalid multiple or limit; and as
-    `plan`.
+    Raises BudgetError with `least` for the first size, `multiple`, if that does not fit; ValueError for an invalid multiple or
+    limit; and as `plan`.
     """
     limit_bytes = bytes_of("frontier", "budget", budget)
     for name, value in (("multiple", multiple), ("limit", multiple if limit is None else limit)):

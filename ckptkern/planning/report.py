@@ -42,7 +42,8 @@ class Line:
 
 @dataclasses.dataclass
 class Report:
-    """Measurements of each region and of the whole model. `print(report)` shows equal regions in one line.
+    """Measurements of each region and of the whole model; `print(report)` shows equal regions in one line, and `csv(path)`
+    writes all lines.
 
     lines: one per region and mode. totals: bytes that the whole model saves, by mode; a region without the mode runs at "full".
     timelines, peaks: memory over a step and its peak, by mode. standing: tensors alive at the peak, the largest first, by mode.
@@ -94,8 +95,8 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
         report.figure("report.png")
 
     A model without regions is converted, and then reverted. Saved bytes are exact on any device. Times are medians of one
-    region of each kind, run alone with its modes interleaved. Memory over a training step is recorded in each mode, above what
-    is there when it begins; on the meta device it is counted. Modes that do not fit are left out.
+    region of each kind, run alone. Memory over a training step counts above what is there when it begins. Modes that do not fit
+    are left out.
 
     example_inputs, example_kwargs: a call of the model at training size. loss: maps the model's output to the scalar that a
     step differentiates; None takes the output's `loss`, or its only scalar, or the sum of its floating-point tensors.
