@@ -1,4 +1,4 @@
-"""Defines ckptkern.warm_up, which runs one training step to compile its kernels and restores all other state."""
+"""Compiles a model's kernels by one training step, and restores all other state (`ckptkern.warm_up`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..extras import progress
 
 
 class Kernel(NamedTuple):
-    """A kernel that was compiled, or read if it is `cached` (Triton's cache on disk had it), and the seconds that it took."""
+    """A kernel that was compiled, or read from Triton's cache on disk if `cached`, and the seconds that it took."""
 
     name: str
     seconds: float
@@ -29,11 +29,10 @@ class Kernel(NamedTuple):
 
 @dataclass
 class WarmUp:
-    """Lists what ``ckptkern.warm_up`` compiled: a (name, seconds, cached) per kernel, in the order of the step.
+    """Kernels that ``ckptkern.warm_up`` compiled, in the order of the step.
 
-    seconds: of the whole step, compilation included. launches: of compiled kernels. c_modules: seconds of each C module that
-    Triton built in order to launch kernels: one for a process, and until Triton 3.7 one for each signature of a kernel, at its
-    first launch. They need gcc or clang and Python.h. ``print(warm_up)`` shows a summary.
+    seconds: of the whole step. launches: of compiled kernels. c_modules: seconds of each C module that Triton built for
+    launches.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -43,12 +42,12 @@ class WarmUp:
 
     @property
     def names(self) -> list[str]:
-        """Of the kernels, each once; a kernel is compiled again for another dtype, option or divisibility of a size."""
+        """Returns the names of the kernels, each once."""
         return list(dict.fromkeys(kernel.name for kernel in self.kernels))
 
     @property
     def count(self) -> int:
-        """Of the kernels that were compiled or read from Triton's cache."""
+        """Returns the number of kernels."""
         return len(self.kernels)
 
     def __str__(self) -> str:
@@ -69,8 +68,8 @@ class WarmUp:
 
 @contextlib.contextmanager
 def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
-    """Every kernel that Triton compiles or reads from its cache inside the block, in any thread of this process, and what it
-    builds in C for their launches."""
+    """Records every kernel that Triton compiles or reads from its cache inside the block, in any thread, and the C modules
+    built to launch them."""
     compiled = WarmUp()
     try:
         from triton import knobs
@@ -111,13 +110,13 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
+    """Returns the input at its own address, on whose alignment kernels depend, without its graph and gradient."""
     leaf = as_input(tensor)
     return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
 
 
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward in training mode, and backward outside of autocast, as training calls it."""
+    """Runs forward in training mode, and backward outside of autocast, as training does."""
     if not model.training:  # a model in training may hold frozen parts, which stay so
         model.train()
     results = differentiated(model(*args, **kwargs))
@@ -133,25 +132,16 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     """Runs one training step, forward and backward, to compile every kernel that it launches.
 
         with torch.autocast("cuda", torch.bfloat16):
-            print(ckptkern.warm_up(model, x))        # 9 kernels in 6.1 s, 0 of them from Triton's cache on disk; ...
+            print(ckptkern.warm_up(model, x))
 
-    Call it before a CUDA graph capture, which cannot compile, and before timing. Use the autocast, `requires_grad` and
-    shapes of training, because kernels are compiled for dtypes and for sizes that are multiples of 16. It does not
-    replace the warm-up steps on a side stream that torch needs before a capture.
+    Call it before timing and before a CUDA graph capture, with the autocast, `requires_grad` and shapes of training, on all
+    ranks. The step runs in training mode and differentiates the output's `loss`, its scalars or its tensors. Buffers,
+    gradients, modules' attributes, inputs and random states are restored; the state of other objects is not.
 
-    The step differentiates the output's `loss` if there is one, or its scalars, or else its tensors, with ones. A model in
-    evaluation runs in training mode. On a CPU the step runs in PyTorch ops and compiles no kernel.
+    example_inputs, example_kwargs: a call of the model.
 
-    It restores all state bit for bit, even if the step raises an error: buffers (BatchNorm's statistics), `.grad` and
-    `main_grad`, training flags, attributes of modules with their lists, dicts and generators, the inputs, and the
-    random states of Python, NumPy and torch. It does not write parameters, and does not run hooks on accumulated
-    gradients. It cannot restore state of other objects, such as a counter in a forward hook. It needs the memory of a
-    training step, and of a second set of gradients if gradients exist. All ranks that share the model must call it.
-
-    example_inputs, example_kwargs: a call of the model. Returns a WarmUp.
-    Raises TypeError if model is not an nn.Module; ValueError for missing inputs, parameters of lazy modules, an output
-    without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError in inference mode, while a CUDA graph is
-    captured, or if forward itself changed a parameter in place; what the model raises.
+    Raises TypeError if model is not an nn.Module; ValueError for missing inputs, lazy parameters, an output without a gradient
+    and FullyShardedDataParallel; RuntimeError in inference mode, during a capture, or if forward changes a parameter in place.
     """
     call = example_inputs, example_kwargs
     check_tensors("warm_up", model, call)
