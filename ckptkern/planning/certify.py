@@ -33,10 +33,8 @@ OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # what replaces modu
 
 @dataclasses.dataclass
 class GradientError:
-    """Relative errors of one parameter's gradient against float64, ||g - g64|| / ||g64||, in eager PyTorch and in ckptkern.
-
-    ||g64|| counts as at least 1% of the largest gradient's (root mean square).
-    """
+    """Relative errors of a parameter's gradient, ||g - g64|| / ||g64||. ||g64|| counts as at least 1% of the largest
+    gradient's (root mean square)."""
 
     name: str
     eager: float

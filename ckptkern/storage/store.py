@@ -140,7 +140,7 @@ def dense_run(tensor: Tensor) -> Place:
 
 class Store:
     """Saves tensors for backward elsewhere inside its context, in any number of steps, graphs and threads. Subclasses define
-    `put`, `get` and `resident`.
+    `put(flat)` of elements [n], whose result `get` and `resident` take.
 
     min_bytes: smaller tensors stay. exclude: tensors that stay, with their views; parameters always do, but not
     ``parameter.detach()`` and ``.data``. select: a function of a tensor; where it returns False, the tensor stays.
