@@ -1,4 +1,4 @@
-"""``python -m ckptkern COMMAND``. A command's module is imported only when that command runs."""
+"""Runs ``python -m ckptkern COMMAND``. A command's module is imported only when that command runs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Frozen quantised weights as arguments of the ops, in the place of a weight.
+"""Implements frozen quantised weights as arguments of the ops.
 
-A `Frozen` has the shape and dtype of the weight that it stands for, and holds only the quantised tensors of the library that
-made them. An op saves it for backward as it is, and dequantises it in each pass; in other PyTorch operations it is dequantised
-where it is read.
+A `Frozen` has the shape and dtype of the weight that it stands for, and holds only the library's quantised tensors. An op saves
+it for backward as it is, and dequantises it in each pass; other PyTorch operations dequantise it where they read it.
 
-The functions of the library that made a weight dequantise it. Those of raw tensors (block_fp8, mxfp4) are written here, in the
-formulas that their publishers' own code has.
+The library that made a weight dequantises it. Raw tensors (block_fp8, mxfp4) are dequantised here, by their publishers'
+formulas.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ QUANTISES_INPUT = ("act_quant_kwargs", "activation_quantization", "act_quant_sca
 
 
 class Layout(NamedTuple):
-    """What a Frozen is besides its tensors, in plain values. shape: of the whole weight; dtype: of the weight that it stands
-    for; numbers: of its kind; views: that are taken of the dequantised weight, in order."""
+    """Describes a Frozen besides its tensors, in plain values. shape: of the whole weight. dtype: of the weight that it
+    stands for. numbers: parameters of its kind. views: operations on the dequantised weight, in order."""
 
     kind: str
     shape: tuple[int, ...]
@@ -67,15 +66,15 @@ Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors:
 
 
 def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    """Returns one expert of parts that have an entry for each expert, or are one for all."""
+    """Returns one expert of parts that have an entry for each expert, or are common to all."""
     own = [part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts]
     return layout._replace(shape=layout.shape[1:]), tuple(own)
 
 
 class Kind(NamedTuple):
-    """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
-    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it.
-    expert(parts, layout, e) -> what one of [E, n, k] is."""
+    """A kind of quantisation. dequantized(parts, layout, dtype) -> the whole weight; for raw tensors, [n, k]. transient:
+    bytes of temporaries per element, for at most AT_ONCE elements, or for all if it is below 1. package: that dequantises
+    it. expert(parts, layout, e): one expert of [E, n, k]."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
@@ -84,7 +83,7 @@ class Kind(NamedTuple):
 
 
 def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None) -> Taken:
-    """(layout, the library's tensors) of what `Frozen` is given. Raises what `Frozen` raises."""
+    """Returns the layout and the library's tensors for `Frozen`'s arguments. Raises what `Frozen` raises."""
     if dtype is not None and dtype not in (*FLOATS, torch.float64):
         raise DtypeError(f"Frozen: dtype must be float16, bfloat16, float32 or float64, not {dtype}")
     if kind is not None:
@@ -116,7 +115,7 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
 
 
 def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
-    """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
+    """Returns whether these are still the tensors of a library's weight, which the library may pack or quantise again."""
     if (packed_and_state := packed_4bit(data)) is not None:
         packed, state = packed_and_state
         return state is not None and packed.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
@@ -124,7 +123,7 @@ def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
 
 
 def why_not(data: Any) -> str:
-    """Why no Frozen can be made of a weight; "" if one can."""
+    """Returns the reason why no Frozen can be made of a weight; "" if one can."""
     try:
         layout_of(data, None, None, None)
     except (TypeError, ValueError) as error:  # ShapeError and DtypeError are such
@@ -136,8 +135,8 @@ def why_not(data: Any) -> str:
 
 
 def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
-    """Returns (the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went
-    through bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
+    """Returns the packed values and their QuantState of a Params4bit, or of the parametrizations of a parameter that went
+    through bitsandbytes' replace_parameter_4bit alone; None for other data."""
     if isinstance(data, ParametrizationList) and len(data) == 1 and hasattr(data[0], "quant_state"):
         return data.original, data[0].quant_state
     return (data, data.quant_state) if type(data).__name__ == "Params4bit" else None
@@ -186,7 +185,8 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
 
 
 def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    """Dequantises its scales, which begin anywhere in a block of them, as bitsandbytes' dequantize_blockwise does."""
+    """Returns one expert with its scales dequantised, as bitsandbytes' dequantize_blockwise does: they begin anywhere in a
+    block."""
     packed, absmax, *nested = parts
     packed, absmax = (part.view(layout.shape[0], -1)[expert] for part in (packed.view(torch.uint8), absmax))
     if nested:
@@ -273,7 +273,7 @@ def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> 
 
 
 def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
+    """Computes float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
     data, scales = parts
     columns = torch.arange(data.shape[1], device=data.device) // BLOCK
 
@@ -286,7 +286,7 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
 
 
 def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
+    """Computes transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
     blocks, scales = parts
     table = torch.tensor([sign * value for sign in (1, -1) for value in FP4], dtype=torch.float32, device=blocks.device)
 
@@ -299,7 +299,7 @@ def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tenso
 
 
 def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tensor]) -> Tensor:
-    """The weight [n, k] from rows_of(some of its rows), which begin at multiples of BLOCK."""
+    """Returns the weight [n, k] from rows_of(slice of rows), whose slices begin at multiples of BLOCK."""
     n, k = layout.shape
     step = max(AT_ONCE // max(k, 1) // BLOCK, 1) * BLOCK
     if n <= step:
@@ -329,15 +329,14 @@ KINDS = {  # bytes as measured on a CPU, and a little more
 
 
 class Frozen(Tensor):
-    """Stands for a frozen quantised weight where an op takes a weight: `ckptkern.gated_mlp(x, Frozen(q1), Frozen(q2), ...)`.
+    """A frozen quantised weight as an op's weight: `ckptkern.gated_mlp(x, Frozen(q1), Frozen(q2), ...)`.
 
-    data: a quantised weight with its own numbers,
+    data: a library's quantised weight [n, k] or [E, n, k]:
 
-        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k] or [E, n, k], or what parametrizes
-        a parameter `name` after its replace_parameter_4bit, module.parametrizations.name;
-        torchao's Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor, weight-only, [n, k] or [E, n, k];
+        bitsandbytes' Params4bit (NF4, FP4, double quantisation), or module.parametrizations.name after replace_parameter_4bit;
+        torchao's weight-only Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor;
 
-    or raw tensors of a `kind`,
+    or raw tensors of a `kind`:
 
         "block_fp8"  float8 data [n, k] or [E, n, k], scales [ceil(n / 128), ceil(k / 128)] or [E, ...] (DeepSeek-V3's
                      weight_scale_inv): w = data * scale of its 128 x 128 block;
@@ -345,13 +344,14 @@ class Frozen(Tensor):
                      [n, k / 32] or [E, ...]: w = value * 2 ** (scale - 127) (OCP Microscaling Formats 1.0; GPT-OSS's blocks
                      and scales).
 
-    dtype: that of the weight that it stands for; by default what the library dequantises to, and bfloat16 for raw tensors.
-    The library's own function dequantises (`dequantize`); of raw tensors it is ours. Only references are held: a state_dict,
-    merging and saving are the library's. An op saves the quantised memory for backward, dequantises in forward and again in
-    backward, counts that against its workspace, and forms no gradient. Any other operation dequantises, too.
+    dtype: of the weight that it stands for; by default what the library dequantises to, and bfloat16 for raw tensors.
 
-    Raises TypeError for data of an unknown class, a torchao tensor that quantises activations too, and a `kind` without scales;
-    ValueError for an unknown kind or number; ShapeError and DtypeError for tensors that do not fit the kind.
+    Holds only references: state_dict, merging and saving are the library's. An op saves the quantised memory for backward,
+    dequantises in forward and again in backward within its workspace, and computes no gradient. Other operations dequantise
+    too.
+
+    Raises TypeError for data of an unknown class, a torchao tensor that quantises activations, and a `kind` without scales;
+    ValueError for an unknown kind; ShapeError and DtypeError for tensors that do not fit the kind.
     """
 
     layout_: Layout
@@ -365,16 +365,16 @@ class Frozen(Tensor):
 
     @property
     def kind(self) -> str:
-        """The kind of quantisation: "nf4", "fp4", "int8", "intx", "float8", "block_fp8" or "mxfp4"."""
+        """Returns the kind of quantisation: "nf4", "fp4", "int8", "intx", "float8", "block_fp8" or "mxfp4"."""
         return self.layout_.kind
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The library's tensors."""
+        """Returns the library's tensors."""
         return tuple(getattr(self, name) for name in self.part_names)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
+        """Computes the weight as a plain tensor in `dtype`, by default its own."""
         layout, parts = self.layout_, self.parts
         dtype = dtype or layout.dtype
         if parts[0].is_meta:
@@ -385,7 +385,7 @@ class Frozen(Tensor):
         return viewed(whole.to(dtype), layout.views)
 
     def whole(self) -> tuple[Frozen, tuple]:
-        """(the whole weight, the views of it that this one is)."""
+        """Returns the whole weight, and the views of it that this tensor is."""
         return _made(self.layout_._replace(views=()), self.parts), self.layout_.views
 
     def data_ptr(self) -> int:
@@ -453,7 +453,7 @@ class Frozen(Tensor):
 
 
 def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
-    """Computes torch's grouped matmul with one expert after the other dequantised. Reads `offs` on the host."""
+    """Computes torch's grouped matmul, dequantising one expert after another. Reads `offs` on the host."""
     y = x.new_zeros(len(x), weight.shape[2])
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
         if start < stop:
@@ -462,7 +462,7 @@ def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
-    """tensor after views, each (operation, arguments, which of several results)."""
+    """Applies views to a tensor, each (operation, arguments, index among several results)."""
     for name, args, place in views:
         packet, overload = name.split(".")
         tensor = getattr(getattr(aten, packet), overload)(tensor, *args)
@@ -486,8 +486,8 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
 
 
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes of all Frozen among the weights dequantised at once for an op that computes in `dtype`, of the largest alone, of
-    experts one expert), each with what is transient while one is dequantised."""
+    """Returns the bytes of all Frozen weights dequantised at once in `dtype`, and of the largest alone (for experts, one
+    expert). Both include the temporaries while one is dequantised."""
     frozen = [w for w in weights if type(w) is Frozen]
     if not frozen:
         return 0, 0
@@ -504,7 +504,7 @@ def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
 
 
 def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments of a library op of ours with the parts of each Frozen in its place, and a string that says so."""
+    """Returns the arguments of a library op with each Frozen replaced by its parts, and a string that says which they are."""
     arguments = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
     flat: list[Tensor | None] = []
     places = []
@@ -519,7 +519,7 @@ def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Sequence[Tensor | None]:
-    """The inverse of `flattened`."""
+    """Returns the tensors of `flattened` with each Frozen again in the place of its parts."""
     if not strings or not strings[-1].startswith(_MARK):
         return tensors
     rest, result, done = iter(tensors), [], 0

@@ -1,12 +1,12 @@
 """Defines the state of a region: 16 bytes that replay its dropout, and the precision of its forward.
 
-`draw` takes int64[2] from torch's own generator. The op `keep_mask` turns it into a boolean mask, which depends only on
-this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,
-chunks, threads or backend. `Precision` is the snapshot that recompute re-enters.
+`draw` takes int64[2] from torch's own generator. The op `keep_mask` turns it into a boolean mask that depends only on this
+state, the probability and each element's place (plane, row, col) in the unsharded tensor, not on tiles, chunks, threads or
+backend. `Precision` is the snapshot that recompute re-enters.
 
-There are two implementations of what runs at every call: the C++ extension (csrc/), which `extension` finds or builds, and
-`portable`, in Python, with equal results. This package alone imports either. csrc/philox.h defines the mask's layout,
-csrc/precision.h the snapshot.
+What runs at every call has two implementations with equal results: the C++ extension (csrc/), which `extension` finds or
+builds, and `portable` in Python. Only this package imports them. csrc/philox.h defines the mask's layout, csrc/precision.h the
+snapshot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ else:
     _C: Any = LOADED.module
 
     def asks_for_some() -> bool:
-        """Returns whether the running backward pass asks for some gradients alone."""
+        """Returns whether the running backward pass leaves gradients out."""
         return _C.asked() is not None
 
 
@@ -78,7 +78,8 @@ def draw(like: Tensor) -> Tensor:
 
 
 def threshold_scale(p: float) -> tuple[int, float]:
-    """(t, scale): P(drop) = t / 65536, t = round(65536 p), and scale = 65536 / (65536 - t), or 0.0 if all is dropped."""
+    """Returns (t, scale): P(drop) = t / 65536 with t = round(65536 p), and scale = 65536 / (65536 - t), or 0.0 if all is
+    dropped."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must lie in [0, 1] but is {p}")
     threshold = round(65536 * p)
@@ -116,7 +117,8 @@ def _keep_mask_torch(
     col_base: int,
     total_rows: int,
 ) -> Tensor:
-    """csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering; some rows at a time."""
+    """Computes csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering, some rows at a
+    time."""
     if state.dtype != torch.int64 or state.shape != (2,):
         raise RuntimeError(
             f"keep_mask: state must be an int64 tensor of shape [2] but is {state.dtype} of shape {list(state.shape)}"

@@ -1,4 +1,4 @@
-"""Containers among a region's arguments, besides tuples, lists and dicts themselves."""
+"""Takes apart containers among a region's arguments other than tuples, lists and dicts, and puts them together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, Simp
 
 
 def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
-    """Returns (what a container holds, a function that makes another one like it of such a tuple); None if the value is no
-    container, or its class does not allow it."""
+    """Returns the contents of a container, and a function that makes a container like it from such a tuple. Returns None if
+    the value is not a container or its class does not allow it."""
     if isinstance(value, (tuple, set, frozenset)):
         kind = type(value)
         of_iterable = kind in (set, frozenset) or kind.__new__ is tuple.__new__ or hasattr(kind, "n_sequence_fields")

@@ -1,10 +1,10 @@
 """Finds the C++ extension `ckptkern._C`, or builds it: in the package, in the user's cache, or from csrc/ with ninja.
 
-It is built once for each torch, Python, compiler and source, in a folder that its owner alone may write: what others may write
-is not loaded. Without a compiler, ninja or such a folder Python does the same (`portable`), and a warning says so.
+It is built once for each torch, Python, compiler and source, in a folder that only its owner may write; files that others may
+write are not loaded. Without a compiler, ninja or such a folder, `portable` does the same in Python, and a warning says so.
 
-CKPTKERN_EXTENSION: "auto"; "cached", which builds nothing; "python", which takes no extension; "required", by which its absence
-is an ImportError. CKPTKERN_CACHE: the folder of the cache, by default ckptkern in the user's.
+CKPTKERN_EXTENSION: "auto"; "cached", which builds nothing; "python", which uses no extension; "required", which raises
+ImportError without one. CKPTKERN_CACHE: the cache folder, by default ckptkern in the user's cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def folder_of_sources() -> Path:
-    """Returns csrc, as a wheel or a checkout has it."""
+    """Returns the folder csrc of a wheel or a checkout."""
     return next(path for path in (HERE.parent / "csrc", HERE.parents[1] / "csrc") if path.is_dir())
 
 
@@ -52,14 +52,14 @@ cpp_extension.load("_C", sys.argv[2:], extra_cflags={flags}, build_directory=sys
 
 
 class Loaded(NamedTuple):
-    """module: the extension, or None; why: where it is from, or why there is none."""
+    """The extension, or None. why: where it is from, or why there is none."""
 
     module: ModuleType | None
     why: str
 
 
 class Unavailable(Exception):
-    """Why there is no extension, and the remedy."""
+    """Raised with the reason why there is no extension, and the remedy."""
 
 
 def digest_of(*parts: bytes) -> str:
@@ -72,13 +72,13 @@ def compiler() -> Path | None:
 
 
 def cache() -> Path:
-    """Returns $CKPTKERN_CACHE, or ckptkern in the user's cache. Raises RuntimeError where there is no home."""
+    """Returns $CKPTKERN_CACHE, or ckptkern in the user's cache. Raises RuntimeError if there is no home."""
     folder = os.environ.get("CKPTKERN_CACHE")
     return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern")
 
 
 def folders() -> tuple[Path, list[Path]]:
-    """Returns (the folder in which it is built here, those in which it may be found, the first that fits best)."""
+    """Returns the folder to build in, and the folders to search, the best match first."""
     sources = sorted(folder_of_sources().iterdir())
     source = digest_of(
         repr(FLAGS).encode(), *(part for path in sources for part in (path.name.encode(), path.read_bytes()))
@@ -94,7 +94,7 @@ def folders() -> tuple[Path, list[Path]]:
 
 
 def is_private(path: Path) -> bool:
-    """Returns whether it is this user's, and no other may write it."""
+    """Returns whether the path belongs to this user, and nobody else may write it."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -111,7 +111,7 @@ def release(version: str) -> str:
 
 
 def of_package() -> Loaded | None:
-    """Loads the extension that a wheel for one torch has inside."""
+    """Loads the extension inside a wheel for one torch; None if the package has none."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     path = HERE.parent / f"_C{suffix}"
     if not path.exists():
@@ -137,7 +137,7 @@ def cached() -> Loaded | None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds there; the lock ends with its process."""
+    """Waits until no other process builds in the folder; the lock ends with its process."""
     import fcntl
 
     with open(folder / "lock", "w") as lock:
@@ -156,8 +156,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def built(again: bool = False) -> Path:
-    """Builds the extension, unless another process has built it meanwhile, and returns where it is. again: also if that failed
-    before."""
+    """Builds the extension, unless another process has built it meanwhile, and returns its path. again: tries again after a
+    failure."""
     if compiler() is None:
         raise Unavailable("there is no C++ compiler (c++ or g++, or $CXX)")
     path = os.environ.get("PATH", "")

@@ -1,5 +1,5 @@
-"""What an activation checkpoint saves of its call, in Python, as csrc/segment_state.h says: its arguments, and the state of
-modules, the random state and the precision that it ran with."""
+"""Saves what an activation checkpoint's recompute needs: the call's arguments, modules' state, random state and precision.
+csrc/segment_state.h in Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEEPEST = 1000  # guards against a list that holds itself
 
 
 class _Thread(threading.local):
-    """outer: what undoes each region that this thread is inside. drawings: the regions that it runs, as [draws, does it repeat
-    them?, the next one]."""
+    """State of a thread. outer: undo functions of each region that it is inside. drawings: the regions that it runs, as
+    [draws, whether they are repeated, index of the next]."""
 
     def __init__(self) -> None:
         self.outer: list[tuple] = []
@@ -32,8 +32,8 @@ _thread = _Thread()
 
 
 def drawn(sample: Callable[[], Tensor], depth: int | None = None) -> Tensor:
-    """Returns what the innermost region of this thread drew at this place, or else `sample`. A region that does not preserve
-    the generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
+    """Returns the draw that the innermost region of this thread recorded at this place, or else a new `sample`. A region
+    that does not preserve generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
     depth = len(_thread.drawings) if depth is None else depth
     if depth == 0:
         return sample()
@@ -73,8 +73,8 @@ def read_generator(generator: torch.Generator) -> Tensor:
 
 
 class _Saved(torch.autograd.Function):
-    """Holds tensors as autograd's saved variables: hooks on saved tensors that are active see them, and a change in
-    place is an error when they are read."""
+    """Holds tensors as autograd's saved variables: active saved-tensor hooks see them, and a change in place raises when
+    they are read."""
 
     @staticmethod
     def forward(ctx, root, tensors):
@@ -86,7 +86,7 @@ _EMPTY, _ROOT = torch.empty(0, device="cpu"), torch.empty(0, device="cpu", requi
 
 
 def saved(tensors: list[Tensor]) -> Tensor:
-    """Saves tensors in a node, which lives as long as what this returns. Their hooks run as the caller's code does."""
+    """Saves tensors in a node that lives as long as the returned tensor. Their hooks run as the caller's code does."""
     if torch.is_grad_enabled():
         return _Saved.apply(_ROOT, tensors)
     with torch.enable_grad():  # not in any case: modes of torch functions see it
@@ -94,11 +94,11 @@ def saved(tensors: list[Tensor]) -> Tensor:
 
 
 class SegmentState:
-    """Holds all that a call reads, taken in forward. enter() puts it back, exit() gives back what was there before enter().
+    """The state that a call reads, recorded in forward. enter() restores it, exit() restores what was there before enter().
 
     own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
-    globals. values: the recompute has every value of forward, also running statistics that it only updates. draws: is forward
-    to run between record() and stop()?
+    globals. values: the recompute needs every value of forward, also running statistics that it only updates. draws: whether
+    forward must run between record() and stop().
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class SegmentState:
         _thread.drawings.pop()
 
     def take(self, value: Any, depth: int) -> Any:
-        """Returns an argument tree with every tensor taken out, a number in its place: (what makes a container, its
-        children), or (None, the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
+        """Returns an argument tree with a number in place of every tensor: (what makes a container, its children) or (None,
+        the object). depth: 0 for the tuple of arguments and the dict of keywords, 1 for an argument."""
         if depth > DEEPEST:
             raise RecursionError("the arguments of a region are nested more than 1000 deep")
         if is_of(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
@@ -166,13 +166,14 @@ class SegmentState:
         return None, value
 
     def arguments(self) -> tuple[tuple, dict[str, Any]]:
-        """Returns (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute."""
+        """Returns the (args, kwargs) of forward. Runs unpack hooks, and so a parent region's recompute."""
         tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.grad_fn.saved_tensors, strict=True)}
         return given_again(self.given, tensors)
 
     @unseen
     def settle(self) -> None:
-        """Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error."""
+        """Notes after forward what forward itself updated: its writes into a nested tensor without gradient (a cache) are
+        not errors."""
         self.modules.settle()
         for place, reference, version in self.caches:
             x = reference()
@@ -208,11 +209,11 @@ class SegmentState:
         self.precision.__exit__()
 
     def parameters(self) -> list[Tensor]:
-        """Returns those of the module that the call runs."""
+        """Returns the parameters of the module that the call runs."""
         return self.modules.parameters()
 
     def roots(self) -> list[torch.nn.Module]:
-        """Returns the modules that the call can reach, without those inside."""
+        """Returns the modules that the call can reach, without their submodules."""
         return list(self.modules.roots)
 
     def reclassed(self) -> list[tuple]:

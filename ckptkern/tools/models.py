@@ -1,4 +1,4 @@
-"""``python -m ckptkern convert``, ``report`` and ``frontier``, each of FILE:FUNCTION: a model of yours."""
+"""Runs ``python -m ckptkern convert``, ``report`` and ``frontier`` on the model of FILE:FUNCTION."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ With labels the LM head and loss are in the step.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command that the parser is of."""
+    """Adds the arguments of the parser's command."""
     command, add = parser.prog.rpartition(" ")[2], parser.add_argument
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, HELP[command]
     add("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(target: str, again: bool = True) -> Callable[..., Any]:
-    """The function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run a second time, so
-    its classes stay the same. Raises ValueError with what is wrong."""
+    """Returns the function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run again, so
+    that its classes stay the same. Raises ValueError with the reason."""
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         raise ValueError(f"wanted FILE:FUNCTION but got {target!r}")
@@ -117,7 +117,7 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
 
 
 def model_and_inputs(target: str) -> tuple[nn.Module, tuple, dict[str, Any]]:
-    """Returns (model, positional, keyword arguments) of what the function returns."""
+    """Returns (model, positional arguments, keyword arguments) from FILE:FUNCTION."""
     built = load(target)()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):

@@ -1,7 +1,7 @@
-"""Runs ``python -m ckptkern selftest``: checks the results of this installation. Paste its output into a bug report.
+"""Checks the results of this installation: ``python -m ckptkern selftest``. Paste its output into a bug report.
 
-Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
-PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with what the op declares.
+Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64 PyTorch (error
+at most twice eager PyTorch's in that dtype), and saved bytes with the op's declaration.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # of each op: their names, an
 def random_inputs(
     op: str, tokens: int, sizes: dict[str, int], dtype: torch.dtype, device: torch.device | str
 ) -> Tensors:
-    """x, and the weights and biases of the op's layers by name, which keep the size of what passes through them."""
+    """Returns x and the weights and biases of the op's layers by name, scaled so that activations keep their size."""
     shapes = {"x": (tokens, sizes["features"])}
     for name, (rows, columns) in LAYERS[op].items():
         shapes |= {f"{name}weight": (sizes[rows], sizes[columns]), f"{name}bias": (sizes[rows],)}
@@ -64,7 +64,7 @@ def call(op: str, t: Tensors, **options: str) -> Tensor:
 
 
 def saved_bytes(op: str, t: Tensors, **options: str) -> int:
-    """What a call saves besides parameters; on meta tensors what the op's description declares."""
+    """Returns the bytes that a call saves besides parameters; on meta tensors, the bytes that the op declares."""
     with saved_tensors(exclude=[leaf for name, leaf in t.items() if name != "x"]) as saved:
         call(op, t, **options)
     return saved.bytes
@@ -95,7 +95,7 @@ CASES = [(name, act) for name in PLAIN for act in ("silu" if name == "gated_mlp"
 
 
 def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Tensors:
-    """{"y": y, name: gradient of <dy, y>} for y = function() and every leaf; the leaves' .grad is None afterwards."""
+    """Returns {"y": y, name: gradient of <dy, y>} for y = function() and every leaf. The leaves' .grad is None afterwards."""
     for leaf in leaves.values():
         leaf.grad = None
     y = function()
@@ -107,7 +107,7 @@ def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Te
 
 
 def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
-    """||found - exact|| / ||exact|| for every tensor; infinite where one is missing or not finite."""
+    """Returns ||tensor - exact|| / ||exact|| for every tensor; infinity if a tensor is missing or not finite."""
     errors = {}
     for name, reference in exact.items():
         value = tensors.get(name)
@@ -120,9 +120,9 @@ def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
 
 
 def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dtype) -> tuple[float, str]:
-    """(largest ratio of our error to eager's, the tensor it belongs to). A right result has at most 2.
+    """Returns the largest ratio of our error to eager's, at most 2 for a right result, and the name of its tensor.
 
-    A quarter ulp is added to eager's: rounding a result once costs up to half an ulp, also where eager was exact.
+    A quarter ulp is added to eager's error: rounding a result once costs up to half an ulp, also where eager was exact.
     """
     quarter_ulp = torch.finfo(dtype).eps / 4
     return max((ours[name] / (eager[name] + quarter_ulp), name) for name in eager)
@@ -132,7 +132,7 @@ def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dt
 
 
 def available_backends() -> Iterator[tuple[str, str]]:
-    """(device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
+    """Yields the (device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield device, "eager"
         try:
@@ -144,20 +144,20 @@ def available_backends() -> Iterator[tuple[str, str]]:
 
 
 def check_environment() -> Iterator[Result]:
-    """CKPTKERN_BACKEND names a backend. What that covers does not matter, because the other checks choose their own."""
+    """Checks that CKPTKERN_BACKEND names a backend. The other checks choose their own."""
     with contextlib.suppress(RuntimeError):
         _choices.choose_backend("selftest", torch.empty(0))
     yield "the environment variable CKPTKERN_BACKEND", None
 
 
 def keep_mask(state: Tensor, threshold: int, rows: int, cols: int, row_base: int = 0) -> Tensor:
-    """The boolean mask [rows, cols] of a tensor of one plane, true = keep."""
+    """Returns the mask [rows, cols] of a tensor of one plane, bool, True = keep."""
     return torch.ops.ckptkern.keep_mask(state, threshold, 1, rows, cols, 0, row_base, 0, row_base + rows)[0]
 
 
 def check_philox() -> Iterator[Result]:
-    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its value of 16
-    bits, and drops it above."""
+    """Checks Philox4x32-10's known answer (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its
+    value of 16 bits, and drops it above."""
     wrong, zeros = [], torch.zeros(2, dtype=torch.int64)
     for place, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
         for half, value in enumerate((word & 0xFFFF, word >> 16)):
@@ -167,7 +167,7 @@ def check_philox() -> Iterator[Result]:
 
 
 def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
-    """The extension's masks equal, bit for bit, those of the torch ops, of every other device and of the kernels."""
+    """Checks that the extension's masks equal, bit for bit, those of torch ops on every device and those of the kernels."""
     key = torch.tensor([0x0123456789ABCDEF, -0x123456789ABCDEF])
     # threshold, planes, rows, cols, plane_base, row_base, col_base, total_rows
     placed = (16384, 2, 70, 130, 1, 35, 17, 200)
@@ -185,7 +185,7 @@ def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
 
 
 def check_dropout(device: str, backend: str) -> Iterator[Result]:
-    """Forward's mask is replayed in backward from 16 bytes."""
+    """Checks that backward replays forward's mask from 16 bytes."""
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     with ops.backend(backend), saved_tensors() as saved:
         y = ops.dropout(x, P)
@@ -197,7 +197,7 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
-    """Outputs, gradients and saved bytes at the three recompute modes."""
+    """Checks outputs, gradients and saved bytes in the three recompute modes."""
     unfused = functools.partial(PLAIN[name], ACTIVATIONS[activation])
     leaves = random_inputs(name, TOKENS, SIZES, dtype, device)
     on_meta = {key: torch.empty_like(leaf, device="meta").requires_grad_() for key, leaf in leaves.items()}
@@ -220,7 +220,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
 
 
 def checks() -> Iterator[Iterator[Result]]:
-    """Every check in order; each runs as its results are read."""
+    """Yields every check in order; each runs as its results are read."""
     backends = list(available_backends())
     yield check_environment()
     yield check_philox()
@@ -236,7 +236,7 @@ def checks() -> Iterator[Iterator[Result]]:
 
 
 def emulated_checks() -> Iterator[Iterator[Result]]:
-    """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
+    """Yields checks of kernels as Triton compiles them here for A100, H100 and H200, run by the emulator on any machine."""
     if hint := missing("numpy", "triton"):
         raise RuntimeError(hint)
     emulated = from_checkout("emulator.emulated", "selftest --emulated").emulated
@@ -253,7 +253,7 @@ def emulated_checks() -> Iterator[Iterator[Result]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern selftest``."""
+    """Adds the arguments of ``python -m ckptkern selftest``."""
     parser.description = (
         "Check kernels against float64, masks against each other, saved bytes against the documentation."
     )
@@ -266,7 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints one line per check, and returns 1 if one failed."""
+    """Prints one line per check. Returns 1 if a check failed, else 0."""
     begin = time.perf_counter()
     if not args.quiet:
         data = env.collect()
