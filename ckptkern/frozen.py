@@ -152,7 +152,7 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
         )
     if state.quant_type not in ("nf4", "fp4") or state.dtype not in FLOATS:
         raise ValueError(
-            f"Frozen: of bitsandbytes' kinds it takes nf4 and fp4 of 16-bit or float32 weights, not {state.quant_type!r} of "
+            f"Frozen: a Params4bit must be nf4 or fp4 of a 16-bit or float32 weight, but is {state.quant_type!r} of "
             f"{state.dtype}"
         )
     shape = tuple(state.shape)
@@ -204,8 +204,8 @@ def _of_torchao(data: Any, dtype: torch.dtype | None) -> Taken:
     for attribute in QUANTISES_INPUT:
         if getattr(data, attribute, None) is not None:
             raise TypeError(
-                f"Frozen: a torchao {name} with {attribute} changes its layer's input too, so that it does not multiply by the "
-                f"dequantised weight; quantise weight-only"
+                f"Frozen: a torchao {name} with {attribute} changes its layer's input too, so that the matmul is not that of "
+                f"the dequantised weight; quantise weight-only"
             )
     block = tuple(data.block_size or ())
     optional = [part for part in OPTIONAL.get(name, ()) if getattr(data, part) is not None]
@@ -246,7 +246,7 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Taken:
     if kind not in ("block_fp8", "mxfp4"):
         raise ValueError(
-            f"Frozen: kind must be 'block_fp8' or 'mxfp4', not {kind!r}; a weight of bitsandbytes or torchao has its own"
+            f"Frozen: kind must be 'block_fp8' or 'mxfp4', not {kind!r}; a bitsandbytes or torchao weight has a kind of its own"
         )
     if not isinstance(data, Tensor) or not isinstance(scales, Tensor):
         raise TypeError(f"Frozen: kind={kind!r} needs data and scales as tensors")
@@ -390,7 +390,7 @@ class Frozen(Tensor):
 
     def data_ptr(self) -> int:
         raise RuntimeError(
-            "ckptkern.Frozen has no address, because its numbers are quantised; take that of dequantize()"
+            "ckptkern.Frozen has no address, because its numbers are quantised; take the address of dequantize()"
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Frozen:

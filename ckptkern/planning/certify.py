@@ -175,9 +175,7 @@ def certify(
     eager = revert(copied(model))
     is_random = random(eager.train(), batch)
     if is_random and random(eager.eval(), batch):
-        raise ValueError(
-            "certify: two calls in eval mode give two results, so there is nothing to compare: make it deterministic"
-        )
+        raise ValueError("certify: two calls of the model in eval mode give different results. Make it deterministic")
     ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)

@@ -122,7 +122,7 @@ class Plan:
             try:
                 self.replan(max(budget, 0))
             except BudgetError as error:
-                warnings.warn(f"{error}. The step saves that, and may not fit", stacklevel=2)
+                warnings.warn(f"{error}. The step runs with that budget, and may not fit", stacklevel=2)
                 self.replan(error.least)
 
 
@@ -131,7 +131,7 @@ def room(table: Table, by_peak: bool, chosen: Choice) -> int:
     allocate, and its transients, are subtracted."""
     device, model = table.example.device, table.example.model
     if device.type == "meta":
-        raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
+        raise ValueError("plan: the model is on the meta device, which has no free memory to plan for. Give a budget")
     free = memory.free_memory(device)
     if not by_peak:
         free -= sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) + table.transient(
@@ -157,7 +157,7 @@ def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], 
     op, model = example.op, example.model
     if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
         raise ValueError(
-            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+            f"{op}: convert's every made one region of several layers, but {op} measures each layer. Convert without every"
         )
     keeps = bool(segments_of(model))
     try:
@@ -249,7 +249,7 @@ def plan(
             raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
         if device is not None and not all(p.is_meta for p in model.parameters()):
             raise ValueError(
-                "plan: device is of a model on the meta device; elsewhere times are measured: leave it out"
+                "plan: device is for a model on the meta device. Leave it out: the times of this model are measured"
             )
 
         def measured(larger: Table | None = None) -> Table:
@@ -382,7 +382,7 @@ def search(
         least = tried[first]
         known = f"takes {memory.format_size(int(least))}" if math.isfinite(least) else "does not fit the device"
         raise BudgetError(
-            f'frontier: wanted a step of at most {memory.format_size(budget)}, but size {first} {known} with all at "full". '
+            f'frontier: the budget is {memory.format_size(budget)}, but size {first} {known} with all regions at "full". '
             "Take that budget, a smaller multiple=, or fewer samples",
             int(least) if math.isfinite(least) else 0,
         )

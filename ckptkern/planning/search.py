@@ -59,8 +59,8 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
     if budget is None or least <= budget:
         return chosen
     raise BudgetError(
-        f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the regions "
-        f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them. {LESS}",
+        f"plan: the budget of saved tensors is {format_size(budget)} ({budget} bytes), but the model saves at least "
+        f"{format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of the regions. {LESS}",
         least,
     )
 
@@ -184,8 +184,8 @@ class Choices:
         least, largest = table.peaks[lowest], next(iter(table.steps[lowest].standing()), None)
         stands = "" if largest is None else f", of which {format_size(largest.bytes)} are {largest.what}"
         raise BudgetError(
-            f"plan: wanted a step of at most {format_size(budget)} ({budget} bytes), but the least that one of "
-            f"the choices allocates at its peak is {format_size(least)} ({least} bytes){stands}. {LESS}",
+            f"plan: the budget is {format_size(budget)} ({budget} bytes), but the lowest peak of a step is "
+            f"{format_size(least)} ({least} bytes){stands}. {LESS}",
             least,
         )
 

@@ -186,16 +186,14 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError, ValueError or RuntimeError if a step of the model cannot run by itself."""
     recorder.check_step(op, model, call)
     if not any(call):
-        raise TypeError(
-            f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"
-        )
+        raise TypeError(f"{op}: example inputs are missing. Pass the inputs of a training step after the model")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"{op}: a forward without its backward would leave DistributedDataParallel waiting: {op} first, then wrap"
+            f"{op}: DistributedDataParallel would wait for the backward of a lone forward. Call {op} first, then wrap the model"
         )
     if holds_sharded(model) or is_sharded(model):
         raise ValueError(
-            f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
+            f"{op}: the model is already sharded, and a step of one part would change its state. Call {op} first, then shard"
         )
     check_not_split(op, model)
 

@@ -120,7 +120,7 @@ def of_package() -> Loaded | None:
     if release(module.torch_version) != release(torch.__version__):
         raise ImportError(
             f"ckptkern: {path.name} was built for torch {module.torch_version}, and torch {torch.__version__} runs. Install "
-            "the wheel for this torch, or that for every machine: pip install --force-reinstall ckptkern"
+            "the wheel for this torch, or the wheel for every machine: pip install --force-reinstall ckptkern"
         )
     return Loaded(module, str(path))
 
@@ -193,7 +193,7 @@ def built(again: bool = False) -> Path:
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
                     failed.write_text(done.stdout + done.stderr)
-                    raise Unavailable(f"it does not build: {failed} says why")
+                    raise Unavailable(f"the build failed: {failed} says why")
                 os.replace(Path(work, "_C.so"), library)
             failed.unlink(missing_ok=True)
             print(f"ckptkern: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
@@ -213,7 +213,7 @@ def loaded() -> Loaded:
     try:
         extension = extension or cached()
         if extension is None and choice == "cached":
-            return Loaded(None, f"none is built, and {VARIABLE}=cached builds none")
+            return Loaded(None, f"no extension is built, and {VARIABLE}=cached builds none")
         if extension is None:
             extension = Loaded(imported(path := built()), str(path))
         sys.modules[NAME] = extension.module

@@ -146,7 +146,7 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     call = example_inputs, example_kwargs
     check_tensors("warm_up", model, call)
     if not any(call):
-        raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
+        raise ValueError("warm_up: example inputs are missing. Pass the inputs of a training step after the model")
     check_not_fsdp1(model, "warm_up")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
