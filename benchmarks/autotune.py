@@ -1,10 +1,10 @@
-"""``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, and remember it for this
-machine.
+"""Measures which implementation is quickest for each matmul here, and stores it for this machine: ``python -m ckptkern
+autotune``.
 
-For every op, dtype and size the implementations (`ops/dispatch/implementations.py`) are checked against float64 and timed in
-turns, forward and backward at "full", as variants of a benchmark case (`measure`). The table has one row for an op, a dtype and
-a class of sizes. What replaces the default there is quicker by more than the noise, summed over the problems of the row: its
-medians by MARGIN, and its 80th percentiles below the default's medians.
+For every op, dtype and size the implementations (`ops/dispatch/implementations.py`) are checked against float64 and timed
+interleaved, forward and backward at "full", as variants of a benchmark case (`measure`). The table has one row per op, dtype
+and class of sizes. An implementation replaces the default if it is quicker by more than the noise, summed over the problems of
+the row: its medians by MARGIN, and its 80th percentiles below the default's medians.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ OURS = "ckptkern "  # begins a variant of ours, which has to be as exact as eage
 
 
 class Problem(NamedTuple):
-    """What is timed: an op at a size. features, hidden, out: of its input, of the layer between (linear_act: 0), of its output,
-    as choose_impl has them."""
+    """An op at a size. features, hidden, out: widths of its input, of the layer between (linear_act: 0) and of its output,
+    as in choose_impl."""
 
     op: str
     features: int
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 
 
 class Matmuls(nn.Module):
-    """A problem's op: by PyTorch's ops, or by an implementation."""
+    """Runs a problem's op by PyTorch's ops or by an implementation."""
 
     def __init__(self, problem: Problem, weights: dict[str, Tensor]):
         super().__init__()
@@ -92,7 +92,7 @@ def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[n
 
 
 def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, measure.Row]:
-    """Returns the row of each implementation, checked, and timed in turns with the others for so many seconds."""
+    """Returns the row of each implementation, checked, and timed interleaved for `seconds` in all."""
     rows: dict[str, measure.Row] = {}
 
     def emit(row: measure.Row) -> None:
@@ -109,7 +109,7 @@ def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, m
 
 
 class Outcome(NamedTuple):
-    """A problem's rows of those implementations that are right, and its default implementation."""
+    """The rows of a problem's correct implementations, and its default implementation."""
 
     problem: Problem
     default: str
@@ -117,14 +117,14 @@ class Outcome(NamedTuple):
 
 
 def summed(outcomes: Sequence[Outcome], figure: str) -> dict[str, float]:
-    """Returns, of each implementation that was timed in all of these problems, the sum of this figure of its rows."""
+    """Returns the sum of a figure over all problems for each implementation that was timed in all of them."""
     first, *others = (outcome.rows for outcome in outcomes)
     impls = [impl for impl in first if all(impl in rows for rows in others)]
     return {impl: sum(getattr(outcome.rows[impl], figure) for outcome in outcomes) for impl in impls}
 
 
 def choice(outcomes: Sequence[Outcome]) -> str:
-    """Returns the implementation that the table gets for the problems of one row."""
+    """Returns the implementation that the table stores for the problems of one row."""
     medians, late, default = summed(outcomes, "ms"), summed(outcomes, "p80_ms"), outcomes[0].default
     limit = medians.get(default, float("inf"))
     surely = (impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit)
@@ -132,7 +132,7 @@ def choice(outcomes: Sequence[Outcome]) -> str:
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
-    """Returns the rows of the table's file: one for each op, dtype and size of which something ran."""
+    """Returns the rows of the table's file: one for each op, dtype and size of which an implementation ran."""
     groups: dict[_tuned.Key, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.problem.key, []).append(outcome)
@@ -151,7 +151,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
 
 
 def write(file: Path, machine: dict[str, str], rows: Iterable[_tuned.Row]) -> None:
-    """Writes a file for `_tuned.read`, all at once, so that no other process reads half of it."""
+    """Writes a file for `_tuned.read` atomically, so that no other process reads half of it."""
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({"format": _tuned.FORMAT, "machine": machine, "impls": [*rows]}, indent=1) + "\n")
     draft.replace(file)
@@ -161,7 +161,7 @@ def write(file: Path, machine: dict[str, str], rows: Iterable[_tuned.Row]) -> No
 
 
 def shapes_of(text: str) -> list[tuple[int, int]]:
-    """ "1024x4096,2048x8192" -> pairs. For argparse."""
+    """Parses "1024x4096,2048x8192" into pairs, for argparse."""
     try:
         pairs = [tuple(map(int, part.split("x"))) for part in text.split(",")]
         if all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
@@ -172,7 +172,7 @@ def shapes_of(text: str) -> list[tuple[int, int]]:
 
 
 def of_model(target: str) -> list[tuple]:
-    """Returns (op, features, hidden, out, dtype) of the matmuls that a forward of FILE:FUNCTION's model meets, each once."""
+    """Returns (op, features, hidden, out, dtype) of the matmuls in a forward of FILE:FUNCTION's model, each once."""
     model, inputs, named = model_and_inputs(target)
     choice = _choices._choice
     choice.seen = seen = []
@@ -189,7 +189,7 @@ def of_model(target: str) -> list[tuple]:
 
 
 def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
-    """Returns what the command line asks for, the most valuable first. Raises ValueError if there is nothing to choose."""
+    """Returns the problems of the command line, the most valuable first. Raises ValueError if there are none."""
     dtypes = [DTYPES[name] for name in args.dtype or ()]
     if args.model:
         if flags := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
@@ -222,7 +222,7 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern autotune``."""
+    """Adds the arguments of ``python -m ckptkern autotune``."""
     parser.description = (
         "Measure which implementation is quickest for each matmul on this machine (our kernels, or cuBLAS and elementwise "
         "kernels), and write the table that ckptkern then reads. Nothing is tuned unless you ask."
@@ -256,7 +256,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def outcome_of(problem: Problem, device: torch.device, seconds: float) -> Outcome:
-    """Times a problem, and prints its line. What does not run here costs its implementation, or the problem, alone."""
+    """Times a problem, and prints its line. A failure costs only its implementation, or this problem."""
     capability = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
     default = _impls.default_impl(problem.op, capability, problem.dtype, problem.key[2])
     try:

@@ -1,4 +1,4 @@
-"""``python -m ckptkern estimate CONFIG``: what a language model's training step takes, in each way to save memory."""
+"""Estimates a language model's training step in each way to save memory: ``python -m ckptkern estimate CONFIG``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class States(NamedTuple):
-    """Bytes on each GPU that are there when a step begins."""
+    """Bytes on each GPU when a step begins."""
 
     parameters: int
     gradients: int
@@ -126,7 +126,7 @@ class States(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A variant and its step. longest: tokens; is_more: that is as far as they were looked for."""
+    """A variant and its step. longest: tokens. is_more: the search ended there, so that longer ones may fit."""
 
     key: str
     name: str
@@ -142,8 +142,8 @@ class Line(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What is estimated, of what. replaced: (class, what ckptkern replaces it by, or why it does not); original: classes of
-    modules that run their original forward all the same."""
+    """An estimate and its subject. replaced: (class, its replacement by ckptkern, or why there is none). original: classes
+    of modules that run their original forward nevertheless."""
 
     title: list[str]
     states: States
@@ -155,7 +155,7 @@ class Estimate(NamedTuple):
 
 
 def states_of(parameters: Sequence[Tensor], optimizer: str, ranks: int) -> States:
-    """Returns the bytes of each rank's shard. A frozen parameter has neither gradient nor state."""
+    """Returns the bytes of each rank's shard. A frozen parameter has neither gradient nor optimizer state."""
     own, trained = STATES[optimizer], [p for p in parameters if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     states = 2 * gradients if own is None else own * sum(p.numel() for p in trained)
@@ -207,7 +207,8 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
 
 
 def lora_of(args: argparse.Namespace) -> LoRA | None:
-    """Raises ValueError for a rank that is not positive, and for options of adapters without --lora."""
+    """Returns the adapters of --lora, or None. Raises ValueError for a rank that is not positive, or their options without
+    --lora."""
     if args.lora is None:
         if args.lora_targets or args.lora_dtype:
             raise ValueError("--lora-targets and --lora-dtype go with --lora, the adapters' rank")
@@ -217,7 +218,7 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
 
 
 def set_layers(config: Any, layers: str) -> None:
-    """Raises ValueError for a number that is none."""
+    """Sets the number of layers. Raises ValueError for an invalid one."""
     if layers == "auto":
         return
     if not layers.isdigit() or int(layers) < 1:
@@ -226,7 +227,7 @@ def set_layers(config: Any, layers: str) -> None:
 
 
 def default_workspace(gpu: str) -> int:
-    """That of such a GPU."""
+    """Returns the default workspace of a GPU."""
     return RATES[gpu].memory // 32
 
 
@@ -235,7 +236,8 @@ def told(text: str) -> None:
 
 
 def compared(estimate: Estimate, today: str | None) -> list[str]:
-    """Sentences: what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without ckptkern."""
+    """Returns sentences on what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without
+    ckptkern."""
     theirs = {line.key: line for line in estimate.lines if not line.is_ours}
     ours = [line for line in estimate.lines if line.is_ours]
     lowest = min(theirs, key=lambda key: theirs[key].peak, default="")

@@ -1,6 +1,6 @@
-"""One op at sizes of one's own: what ``python -m ckptkern bench --op OP`` measures, and what the built-in cases are made of.
+"""Defines a case of one op at any sizes: ``python -m ckptkern bench --op OP``, and the built-in cases.
 
-An option that an op of the table does not have is an error that names those which it has.
+An option that the op does not have raises an error that names its options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NORMS = ("layer", "rms", "none")
 
 
 class Option(NamedTuple):
-    """kind: int, float, bool, or the choices. letter: its mark in a case's name, before its value."""
+    """An option of the command line. kind: int, float, bool, or the choices. letter: precedes its value in a case's name."""
 
     kind: Any
     help: str
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def epilog() -> str:
-    """Each op with its options and their defaults."""
+    """Returns a text of each op with its options and their defaults."""
 
     def shown(name: str, value: Any) -> str:
         if isinstance(value, dict):
@@ -98,8 +98,8 @@ DERIVED = {
 
 
 def values_of(op: str, defaults: dict[str, Any], options: dict[str, Any], kind: str) -> SimpleNamespace:
-    """All options, those that the op lacks as 0 or None. Raises ValueError for one that it does not have, and for sizes that do
-    not go together."""
+    """Returns all options; those that the op lacks are 0 or None. Raises ValueError for an option that it does not have, and
+    for inconsistent sizes."""
     for name in options:
         if name not in defaults:
             raise ValueError(f"{flag(name)} does not apply to --op {op}, which takes {', '.join(map(flag, defaults))}")
@@ -125,12 +125,12 @@ def values_of(op: str, defaults: dict[str, Any], options: dict[str, Any], kind: 
 
 
 def heads_of(features: int) -> int:
-    """Heads of 128 features, or of 16 in narrow models."""
+    """Returns the number of heads: of 128 features, or of 16 in narrow models."""
     return max(1, features // (128 if features >= 512 else 16))
 
 
 def _set_heads(v: SimpleNamespace, alone: bool) -> None:
-    """Defaults and checks of attention's sizes."""
+    """Sets attention's default sizes, and checks them."""
     if not alone:
         v.heads = v.heads or heads_of(v.features)
         if v.features % v.heads:
@@ -165,8 +165,8 @@ def case(
     priority: int = HEADLINE,
     **options: Any,
 ) -> Case:
-    """The case of an op on a device type. entry: of the table, if it is not the op's. title: its name without the size. given:
-    its options. Raises ValueError with what is wrong with them."""
+    """Returns the case of an op on a device type. entry: of the table, if not the op's. title: its name without the size.
+    options: the op's. Raises ValueError with the reason."""
     entry = entry or OPS[op]
     v = values_of(op, entry.defaults, options, kind)
     if modes and entry.modes == ("",):
@@ -185,6 +185,6 @@ def case(
 
 
 def case_of(args: argparse.Namespace, kind: str, modes: Sequence[str] | None) -> Case:
-    """The case of --op and its options. Raises ValueError with what is wrong with them."""
+    """Returns the case of --op and its options. Raises ValueError with the reason."""
     options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     return case(args.op, kind, modes, **options)

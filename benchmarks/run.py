@@ -1,7 +1,7 @@
-"""``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
+"""Runs the benchmark cases on this machine's device and writes one folder of results: ``python -m ckptkern bench``.
 
-results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
-torch is needed for the measurements; the figures want matplotlib.
+results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. The
+measurements need torch only, the figures matplotlib.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Job = tuple[Case, dict[str, Maker]]
 
 
 def device_name(device: torch.device) -> str:
-    """A folder's name: "cpu", "nvidia-h200"."""
+    """Returns the name of a device's folder, such as "cpu" or "nvidia-h200"."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def commit() -> str:
-    """$CKPTKERN_COMMIT, or what git says of this file; "unknown", with a warning, in a tree without history."""
+    """Returns $CKPTKERN_COMMIT, or git's commit of this file; "unknown", with a warning, in a tree without history."""
     described = os.environ.get("CKPTKERN_COMMIT") or env.answer(
         "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"
     )
@@ -52,7 +52,7 @@ def commit() -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
+    """Returns the facts that a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
     facts = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -76,8 +76,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
-    """Returns those of `known` whose name matches the regular expression; a comma is another |. Raises ValueError where none
-    does."""
+    """Returns the items of `known` whose name matches the regular expression; a comma is another |. Raises ValueError if
+    none does."""
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
@@ -89,8 +89,8 @@ def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
 
 
 class Sheet:
-    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and variant, but
-    not of one that stood when `keep` was called. bad: what of ours was not right, by case and variant."""
+    """results.csv, whose rows are written as they come. A row replaces an earlier one of its case and variant, but not one
+    that stood when `keep` was called. bad: failures of ckptkern's, by case and variant."""
 
     def __init__(self, path: Path, standing: Iterable[dict[str, str]] = (), commit: str | None = None):
         self._path, self._commit = path, commit
@@ -100,7 +100,7 @@ class Sheet:
         self._write()
 
     def keep(self) -> None:
-        """Rows that a resumed run would leave as they are stay from now on."""
+        """Protects the rows that a resumed run would leave as they are."""
         self.final = {key for key, row in self.rows.items() if stands(row)}
 
     def _write(self) -> None:
@@ -136,8 +136,8 @@ class Sheet:
         self._write()
 
     def end(self, resumed: Container[str]) -> int:
-        """Prints what of ours was not right, and returns the exit status: 1 if anything was, UNFINISHED if the time was over
-        before all of the resumed cases was measured, else 0."""
+        """Prints the failures of ckptkern's. Returns the exit status: 1 if there are any, UNFINISHED if the time ended
+        before all resumed cases were measured, else 0."""
         for (case, variant), text in self.bad.items():
             say(f"NOT RIGHT: {case} {variant}: {text}")
         late = any(OVER in row.get("note", "") for row in self.rows.values() if row["case"] in resumed)
@@ -151,12 +151,13 @@ STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need 
 
 
 def stands(row: Mapping[str, Any]) -> bool:
-    """Returns whether a resumed run leaves a row as it is; also one that ended a process or the memory, as it would again."""
+    """Returns whether a resumed run leaves a row as it is; also one that ended a process or ran out of memory, as it would
+    again."""
     return row.get("status") in STAND or row.get("note", "").startswith((measure.LOST, measure.OUT_OF_MEMORY))
 
 
 def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
-    """The rows of an earlier run in the folder. Raises ValueError if that was of another device, torch or triton."""
+    """Returns the rows of an earlier run in the folder. Raises ValueError if that was of another device, torch or triton."""
     path = out / "results.csv"
     if not path.exists():
         return []
@@ -168,7 +169,8 @@ def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
 
 
 def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
-    """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
+    """Returns the cases that the arguments select: built-in cases, an op, or a user's module. Raises ValueError with the
+    reason."""
     modes = tuple(filter(None, args.modes.split(","))) if args.modes is not None else None
     known = cases.MODES if args.op or args.case else cases.MODES + cases.BY_SUBLAYER
     if modes is not None and (not modes or set(modes) - {*known}):
@@ -212,7 +214,7 @@ Its results are checked like all others. The variant is called "your FUNCTION"."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern bench``."""
+    """Adds the arguments of ``python -m ckptkern bench``."""
     parser.description = "Measure cases in every variant that is right: time, saved bytes, peak, error."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
@@ -288,9 +290,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs_of(chosen: list[Case], compilers: Container[str], measured: Container[tuple[str, str]]) -> list[Job]:
-    """What is to be run, in order: cases with the variants that are not measured yet, and eager, to be timed in turns with
-    them. compilers: which variants of torch.compile. After the first figures come two of these on the first size of the most
-    important cases; the others, half a minute a case, come last."""
+    """Returns the jobs in order: cases with the variants that are not measured yet, and eager, to be timed interleaved.
+    compilers: the variants of torch.compile. After the first figures come two of these on the first size of the most
+    important cases; the others, half a minute per case, come last."""
     compiled = [name for name in cases.COMPILED if name in compilers]
     first = [case for case in chosen if case.priority <= cases.HEADLINE]
     rest = [case for case in chosen if case.priority > cases.HEADLINE]
@@ -308,7 +310,7 @@ def jobs_of(chosen: list[Case], compilers: Container[str], measured: Container[t
 
 
 def with_baselines(chosen: list[Case], targets: list[str]) -> list[Case]:
-    """The cases with the user's own functions as further variants. Raises ValueError for what is not FILE:FUNCTION."""
+    """Returns the cases with the user's own functions as further variants. Raises ValueError for anything but FILE:FUNCTION."""
     makers = {}
     for target in targets:
         try:
@@ -322,7 +324,7 @@ def with_baselines(chosen: list[Case], targets: list[str]) -> list[Case]:
 
 
 def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str, float]:
-    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
+    """Measures the GPU's limits in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
     source, n = torch.randn(2**28, device=device), 8192
     target = torch.empty_like(source)
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -386,8 +388,8 @@ def measure_all(
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense; measure.LOST_STATUS if another process
-    has to go on, and with --resume UNFINISHED if the time was over before all was measured."""
+    """Returns 0 if all of ckptkern's variants were right and ran, 1 if not, 2 for invalid arguments; measure.LOST_STATUS if
+    another process has to go on, and with --resume UNFINISHED if the time ended before all was measured."""
     if args.device == "cuda" and not torch.cuda.is_available():
         say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
         return 2
@@ -420,7 +422,7 @@ def run(
     old: compare.Run | None,
     args: argparse.Namespace,
 ) -> int:
-    """Measures the cases and writes the folder; main's exit status."""
+    """Measures the cases and writes the folder. Returns main's exit status."""
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
     settings["workspace"] = args.workspace

@@ -1,4 +1,4 @@
-"""The table of ops: the options of each, its model in eager PyTorch, and its baselines."""
+"""Lists the ops: the options of each, its model in eager PyTorch, and its baselines."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _moe_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 
 
 def _head_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    """torch's chunks have no softcap."""
+    """Returns the head's baselines; torch's chunks have no softcap."""
     makers = {"liger-kernel loss": baselines.liger_loss, "cut-cross-entropy, no filter": baselines.cut_cross_entropy}
     return makers | CHUNKS | ({} if v.softcap else {"torch chunks": baselines.torch_chunks})
 
@@ -87,7 +87,7 @@ def _distillation_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 class Op(NamedTuple):
     """An op of the table.
 
-    defaults  its options, and what they are if they are not given: a value, one per device type, or None: of other options
+    defaults  its options and their defaults: a value, one per device type, or None if it follows from other options
     model     options -> the module in eager PyTorch, whose `ours` is the op
     """
 

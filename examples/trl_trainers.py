@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each of a converted model. Take one of them. DPO's frozen
-reference needs no conversion: it saves nothing.
+"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each with a converted model. Use one of them. DPO's
+frozen reference model needs no conversion: it saves nothing.
 
 Install: pip install trl transformers tokenizers datasets
 Run: python examples/trl_trainers.py
@@ -23,7 +23,7 @@ quiet = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm
 
 
 def text(first: int, step: int, length: int) -> str:
-    """Each word follows from the one before it."""
+    """Returns words, each determined by the one before it."""
     return " ".join(str((first + step * place) % 64) for place in range(length))
 
 
@@ -67,7 +67,7 @@ def dpo(model: LlamaForCausalLM, **options) -> Trainer:
 
 
 def even(completions: list[str], **_) -> list[float]:
-    """Returns the share of words that are even numbers."""
+    """Returns each completion's share of even numbers."""
     return [sum(int(word) % 2 == 0 for word in completion.split()) / 24 for completion in completions]
 
 

@@ -1,10 +1,9 @@
-"""Peak memory of a training step of every class of transformers that builds small: `python -m benchmarks.conversion.sweep`.
+"""Measures a training step's peak memory for every class of transformers that builds small.
 
-As peaks.py does it for families of language models: eager; with each layer an activation checkpoint, and with that and the loss
-in checkpointed chunks of tokens where there is a language model's loss; and of the model that
-`convert(model, recompute="full", workspace=...)` converted, whose loss and gradients are compared with eager's. A class that
-does not build small, does not run on the inputs that small.py makes, takes too long, is random in training or has no layers is
-counted as such.
+Run: `python -m benchmarks.conversion.sweep`. As in peaks.py: eager; with each layer an activation checkpoint, also with a
+language model's loss in checkpointed chunks of tokens; and converted by `convert(model, recompute="full", workspace=...)`,
+whose loss and gradients are compared with eager's. A class that does not build small, does not run on the inputs of small.py,
+takes too long, is random in training or has no layers is counted as such.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ BOUNDS = {True: 0.6, False: 0.8}  # that a decoder's peak, and another model's, 
 
 
 class TooLong(BaseException):
-    """Says that the time is over. No model's own failure is of this class."""
+    """Raised when the time is over. No model raises this class itself."""
 
 
 def classes(mapping: str) -> dict[str, type]:
-    """Returns the classes of transformers' mapping that import here, by name."""
+    """Returns the classes of a mapping of transformers that can be imported here, by name."""
     from transformers.models.auto import modeling_auto
 
     of_configs, by_name = getattr(modeling_auto, mapping), {}
@@ -59,7 +58,7 @@ def classes(mapping: str) -> dict[str, type]:
 
 
 def build(model_class: type) -> nn.Module:
-    """Returns a small model, the same for each call, with gradients of zeros."""
+    """Returns a small model with gradients of zeros, the same for each call."""
     model = disturbed(built(model_class, {}, SIZES))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -72,14 +71,14 @@ def loss_of(inputs: dict[str, Any], model: nn.Module) -> Tensor:
 
 
 def with_checkpoints(model: nn.Module) -> nn.Module:
-    """Makes activation checkpoints of layers: the model's own, or of the members of its lists of layers."""
+    """Makes activation checkpoints of the model's layers by its own method, or of the members of its lists of layers."""
     if peaks.layers_of(model) and model.supports_gradient_checkpointing:
         return checkpointed(model)
     return measure.checkpointed(model)
 
 
 def chunked(model: nn.Module, inputs: dict[str, Any]) -> Callable[[nn.Module], Tensor] | None:
-    """Returns the model's loss in chunks of tokens; None where it is no language model's loss of its last hidden states."""
+    """Returns the model's loss in chunks of tokens; None if it is not a language model's loss of its last hidden states."""
     loss = functools.partial(chunked_loss, ids=inputs.get("labels"))
     with contextlib.suppress(Exception), torch.no_grad():
         if torch.allclose(loss(model), loss_of(inputs, model), rtol=1e-4):
@@ -88,7 +87,7 @@ def chunked(model: nn.Module, inputs: dict[str, Any]) -> Callable[[nn.Module], T
 
 
 def swept(name: str, model_class: type, tokens: int, workspace: str) -> tuple[str, peaks.Result]:
-    """Returns (what came out, the class's peaks as far as they were measured)."""
+    """Returns the verdict, and the class's peaks as far as they were measured."""
 
     def ended(*_: Any) -> None:
         raise TooLong
