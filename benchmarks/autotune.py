@@ -224,35 +224,41 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``python -m ckptkern autotune``."""
     parser.description = (
-        "Measure which implementation is quickest for each matmul on this machine (our kernels, or cuBLAS and elementwise "
-        "kernels), and write the table that ckptkern then reads. Nothing is tuned unless you ask."
+        "Measure the fastest implementation of each matmul on this machine (ckptkern's kernels, or cuBLAS and elementwise "
+        "kernels), and store it in a table that ckptkern then reads. Nothing is tuned without this command."
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda if there is one)")
-    parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="device to tune (default: cuda if there is one)")
+    parser.add_argument(
+        "--ops", nargs="+", choices=OPS, metavar="OP", help=f"ops to tune: {', '.join(OPS)} (default: all)"
+    )
     parser.add_argument(
         "--dtype",
         nargs="+",
         choices=tuple(DTYPES),
         metavar="DTYPE",
-        help=f"of {', '.join(DTYPES)} (default: bf16 and fp16, or what --model runs in)",
+        help=f"dtypes to tune: {', '.join(DTYPES)} (default: bf16 and fp16, or the dtypes that --model runs in)",
     )
     parser.add_argument(
         "--shapes",
         type=shapes_of,
         metavar="SHAPE,...",
-        help="FEATURESxHIDDEN each, of linear_act INxOUT (default: one of each size)",
+        help="sizes to tune, each FEATURESxHIDDEN, for linear_act INxOUT, such as 1024x4096 (default: one per size class)",
     )
-    parser.add_argument("--model", metavar="FILE:FUNCTION", help="the matmuls of your model, as `report` loads it")
-    parser.add_argument("--tokens", type=int, default=ROWS, metavar="N", help="rows (default: %(default)d)")
+    parser.add_argument(
+        "--model", metavar="FILE:FUNCTION", help="tune the matmuls of your model, loaded as by `report`"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=ROWS, metavar="N", help="rows of the input (default: %(default)d)"
+    )
     parser.add_argument(
         "--minutes",
         type=float,
         default=10.0,
         metavar="M",
-        help="begin no matmul after so many (default: %(default)g); again begins with what is left",
+        help="start no matmul after this time (default: %(default)g); the next run starts with the rest",
     )
-    parser.add_argument("--dry-run", action="store_true", help="measure, and write nothing")
-    parser.add_argument("--reset", action="store_true", help="remove this machine's table, and measure nothing")
+    parser.add_argument("--dry-run", action="store_true", help="measure, but do not write the table")
+    parser.add_argument("--reset", action="store_true", help="remove this machine's table, and do not measure")
 
 
 def outcome_of(problem: Problem, device: torch.device, seconds: float) -> Outcome:

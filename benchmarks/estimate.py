@@ -30,32 +30,33 @@ from .estimate_model import (
 from .estimate_variants import SLOW, VARIANTS, count_all, longest
 
 HELP = """\
-CONFIG is a config.json of transformers, or a folder that has one. Nothing is
-downloaded, computed or measured: the model is built on the meta device, few of
-its layers run there in each variant, and what their ops allocate is counted.
+examples:
+  python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
+  python -m ckptkern estimate config.json --tokens 16384 --lora 16
 
-  peak     of a step, above parameters, gradients and optimizer's states
-  all      with these, of which each of --ranks GPUs has an equal shard
-  saved    what is there between forward and backward
+Nothing is downloaded, computed or measured: the model is built on the meta
+device, a few of its layers run there in each variant, and the allocations of
+their ops are counted. The columns:
+
+  peak     of a step, above parameters, gradients and optimizer states
+  all      peak with these, of which each of --ranks GPUs has an equal shard
+  saved    bytes between forward and backward
   PFLOP    of the step's matmuls
-  longest  tokens of a sequence with which all fits --memory: on the line
+  longest  tokens of the longest sequence that fits --memory, on the line
            through the peaks of two lengths
 
-"checkpointing" is torch.utils.checkpoint of each layer, as by
-gradient_checkpointing_enable(); "selective" saves the result of
-scaled_dot_product_attention; "chunked loss" has logits in 16 checkpointed
-chunks of tokens; "Liger" has the norms, gated MLPs, rotary embedding and fused
-loss of liger_kernel 0.8.5, as they allocate, and only the loss ("Liger's loss")
-where a layer has no gate_proj, up_proj and down_proj, or norms that are not
-RMSNorm; "bounded" stays within --workspace.
+The variants: "checkpointing" is torch.utils.checkpoint of each layer, as by
+gradient_checkpointing_enable(). "selective" saves the result of
+scaled_dot_product_attention. "chunked loss" has logits in 16 checkpointed
+chunks of tokens. "Liger" allocates as the norms, gated MLPs, rotary embedding
+and fused loss of liger_kernel 0.8.5; it is only the loss ("Liger's loss") if a
+layer has no gate_proj, up_proj and down_proj, or norms other than RMSNorm.
+"bounded" stays within --workspace.
 
---lora R trains low-rank adapters of rank R alone, as peft puts them (LoRA): all
-else is frozen, and has neither gradients nor optimizer's states. They have the
-model's dtype; peft's own, of a 16-bit model, is --lora-dtype float32, which
-autocast computes in 16 bits all the same.
-
-    python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
-    python -m ckptkern estimate config.json --tokens 16384 --lora 16
+--lora R trains only low-rank adapters of rank R, as peft adds them. Everything
+else is frozen, without gradients and optimizer states. The adapters have the
+model's dtype; peft's own dtype in a 16-bit model is --lora-dtype float32, which
+autocast computes in 16 bits.
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
 BASES = ("checkpoint", "checkpoint-liger")
@@ -70,44 +71,46 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP
-    parser.add_argument("config", metavar="CONFIG", help="a config.json, or a folder that has one")
-    parser.add_argument("--tokens", type=int, default=8192, help="length of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
+    parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or a folder with one")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per step (default: %(default)s)")
     parser.add_argument(
         "--gpu",
         choices=RATES,
         default="h100",
-        help="whose memory, and as whose kernels ckptkern's ops allocate (default: %(default)s)",
+        help="GPU whose memory and kernels are assumed (default: %(default)s)",
     )
-    parser.add_argument("--memory", help="of a GPU, such as 80GiB (default: what PyTorch reports of the GPU)")
-    parser.add_argument("--layers", default="auto", help="how many the model has (default: auto, the configuration's)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--memory", help="memory of a GPU, such as 80GiB (default: what PyTorch reports for --gpu)")
+    parser.add_argument("--layers", default="auto", help="number of layers (default: auto, the configuration's)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model (default: %(default)s)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train only LoRA adapters of this rank")
     parser.add_argument(
         "--lora-targets",
         metavar="NAMES",
-        help="by commas, of the linear layers that get one, such as q_proj,v_proj "
-        '(default: all linear layers of the decoder layers, as peft\'s "all-linear")',
+        help="linear layers with an adapter, such as q_proj,v_proj "
+        '(default: all of the decoder layers, as peft\'s "all-linear")',
     )
-    parser.add_argument("--lora-dtype", choices=DTYPES, help="of the adapters (default: --dtype's)")
+    parser.add_argument("--lora-dtype", choices=DTYPES, help="dtype of the adapters (default: that of --dtype)")
     parser.add_argument(
         "--optimizer",
         choices=STATES,
         default="adamw",
         metavar="NAME",
-        help="adamw: two states in the parameters' dtype; adamw-8bit: two of a byte; adamw-float32: two and a copy of the "
-        "parameters, of 4 bytes; sgd: none (default: %(default)s)",
+        help="optimizer states: adamw, two in the parameters' dtype; adamw-8bit, two of 1 byte; adamw-float32, two and a copy "
+        "of the parameters of 4 bytes each; sgd, none (default: %(default)s)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, help="GPUs that shard parameters, gradients and states, as FSDP (default: 1)"
+        "--ranks", type=int, default=1, help="GPUs that shard parameters, gradients and states, as in FSDP (default: 1)"
     )
-    parser.add_argument("--workspace", default="1GiB", help="of the bounded variants (default: %(default)s)")
-    parser.add_argument("--variants", help=f"by commas, of {', '.join(VARIANTS)} (default: all but {', '.join(SLOW)})")
+    parser.add_argument("--workspace", default="1GiB", help="workspace of the bounded variants (default: %(default)s)")
+    parser.add_argument(
+        "--variants", help=f"variants, separated by commas: {', '.join(VARIANTS)} (default: all but {', '.join(SLOW)})"
+    )
     parser.add_argument(
         "--today",
         choices=VARIANTS,
         metavar="VARIANT",
-        help="the one to compare with (default: checkpointing, without and with Liger, and the lowest peak)",
+        help="variant to compare with (default: checkpointing, without and with Liger, and the lowest peak)",
     )
     parser.add_argument("--csv", type=Path, help="write a row for each variant to this file")
     parser.add_argument("--picture", type=Path, help="draw matmuls against peak into this file (needs matplotlib)")

@@ -34,21 +34,21 @@ OPTIONS = {
     "length": Option(int, "tokens per sequence"),
     "hidden": Option(int, "width of the hidden layer", "h"),
     "out_features": Option(int, "width of the output", "n"),
-    "classes": Option(int, "of the loss: the vocabulary", "V"),
-    "reduction": Option(("none", "mean"), "of the loss over rows: one of"),
-    "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
-    "layers": Option(int, "of the stack", "L"),
-    "experts": Option(int, "of the MoE layer", "E"),
-    "top_k": Option(int, "experts, or a teacher's log-probabilities, of a token", "k"),
-    "heads": Option(int, "of queries", "H"),
-    "kv_heads": Option(int, "of keys and values", "K"),
+    "classes": Option(int, "size of the vocabulary", "V"),
+    "reduction": Option(("none", "mean"), "reduction of the loss over rows:"),
+    "softcap": Option(float, "softcap c of the logits, c tanh(z / c); 0 for none", "c"),
+    "layers": Option(int, "layers of the stack", "L"),
+    "experts": Option(int, "experts of the MoE layer", "E"),
+    "top_k": Option(int, "experts per token, or a teacher's log-probabilities per token", "k"),
+    "heads": Option(int, "query heads", "H"),
+    "kv_heads": Option(int, "key and value heads", "K"),
     "head_dim": Option(int, "features per head", "D"),
-    "activation": Option(tuple(ops.ACTIVATIONS), "one of", ""),
-    "norm": Option(NORMS, "in front of each sublayer:", ""),
-    "gated": Option(bool, "act(gate(x)) * up(x) in place of act(up(x))", "gated"),
-    "bias": Option(bool, "of the linear layers", "bias"),
-    "causal": Option(bool, "each token sees those before it", "causal"),
-    "dropout": Option(float, "probability, of attention's weights and of hidden layers; timed, not checked", "p"),
+    "activation": Option(tuple(ops.ACTIVATIONS), "activation:", ""),
+    "norm": Option(NORMS, "norm before each sublayer:", ""),
+    "gated": Option(bool, "gated MLP, act(gate(x)) * up(x), instead of act(up(x))", "gated"),
+    "bias": Option(bool, "biases of the linear layers", "bias"),
+    "causal": Option(bool, "causal attention", "causal"),
+    "dropout": Option(float, "dropout probability of attention weights and hidden layers; timed, not checked", "p"),
 }
 
 
@@ -57,8 +57,8 @@ def flag(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("an op at sizes of your own", "which options an op has: see below")
-    group.add_argument("--op", choices=tuple(OPS), metavar="OP", help=", ".join(OPS))
+    group = parser.add_argument_group("one op at your own sizes", "the options of each op are listed below")
+    group.add_argument("--op", choices=tuple(OPS), metavar="OP", help=f"op to measure: {', '.join(OPS)}")
     for name, (kind, text, _) in OPTIONS.items():
         if kind is bool:
             group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)

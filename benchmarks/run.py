@@ -201,90 +201,107 @@ def say(text: str) -> None:
 
 
 CASE_HELP = """\
---case: FUNCTION takes no arguments and returns (model, inputs): inputs are a
-tensor, a tuple of positional arguments, or a dict of keyword arguments, of the
-size that training has. FILE is a file or an importable module. The first
-floating-point input gets a gradient. "ckptkern MODE" is what ckptkern.convert
-makes of the model, or its own layers of ckptkern.nn in that mode.
+examples:
+  python -m ckptkern bench --cases "^mlp" --list
+  python -m ckptkern bench --op mlp --features 4096 --tokens 8192
+  python -m ckptkern bench --case model.py:build --modes full
+
+--case: FUNCTION takes no arguments and returns (model, inputs). The inputs are
+a tensor, a tuple of positional arguments or a dict of keyword arguments, of the
+training size. FILE is a file or an importable module. The first floating-point
+input requires a gradient. "ckptkern MODE" is the model after ckptkern.convert,
+or with its own layers of ckptkern.nn in that mode.
 
 --baseline: FUNCTION(model) takes the case's eager model, for --op a module of
-ckptkern.benchmarks.models, and returns what is called in its place, on the same
-parameters: a function, or a module. It may change the model, which is a copy.
-Its results are checked like all others. The variant is called "your FUNCTION"."""
+ckptkern.benchmarks.models, and returns a function or module on the same
+parameters to call in its place. It may change the model, which is a copy. Its
+results are checked as all others are. The variant is called "your FUNCTION"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``python -m ckptkern bench``."""
-    parser.description = "Measure cases in every variant that is right: time, saved bytes, peak, error."
-    parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    parser.description = "Measure time, saved bytes, peak and error of each case in every variant."
+    parser.add_argument(
+        "--cases", default="", metavar="REGEX", help="run the cases whose names match; a comma means or (default: all)"
+    )
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(
         "--headline",
         action="store_true",
-        help="of the cases those of the first figures: each op, the most important at d = 1024 and 4096; of torch.compile two "
-        "variants",
+        help="run the most important cases: each op, some at d = 1024 and 4096, with two variants of torch.compile",
     )
     parser.add_argument(
         "--published",
         action="store_true",
-        help="of the cases those of sizes of which others published figures, which the report shows beside ours",
+        help="run the cases of published figures, which the report shows beside ckptkern's",
     )
-    parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
+    parser.add_argument("--case", metavar="FILE:FUNCTION", help="run your own module instead; see below")
     parser.add_argument(
         "--baseline",
         metavar="FILE:FUNCTION",
         action="append",
         default=[],
-        help="a function of yours as one more variant; see below. May be given more than once",
+        help="add your own function as a variant; see below. May be repeated",
     )
     parser.add_argument(
         "--modes",
         metavar="MODE,...",
-        help="of none, selective and full; of layers among the cases also ATTENTION/MLP (default: all that a case has)",
+        help="recompute modes: none, selective, full; for layers also ATTENTION/MLP (default: all modes of a case)",
     )
     parser.add_argument(
-        "--dtype", choices=tuple(FLOATS), help="(default: bf16 on a GPU, fp32 on a CPU; --case: the module's)"
+        "--dtype",
+        choices=tuple(FLOATS),
+        help="dtype of the cases (default: bf16 on a GPU, fp32 on a CPU; --case: the module's)",
     )
     parser.add_argument(
         "--workspace",
         metavar="SIZE",
-        help="such as 64MiB, in which ckptkern's variants run; their names then end in it (default: the device's)",
+        help="workspace of ckptkern's variants, such as 64MiB, with which their names then end (default: the device's)",
     )
     parser.add_argument(
         "--compare",
         type=Path,
         metavar="OLD.csv",
-        help="a results.csv of before: print what moved beyond noise since (with its env.json beside it)",
+        help="print what changed beyond noise since an earlier results.csv, which has its env.json beside it",
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="list the cases and their variants, and do not measure")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"(default: {DEFAULT_RESULTS}/<device>; of --op and --case {OWN_RESULTS}/<device>)",
+        help=f"folder of the results (default: {DEFAULT_RESULTS}/<device>; with --op and --case {OWN_RESULTS}/<device>)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     parser.add_argument(
-        "--rounds", type=int, default=30, metavar="N", help="turns of every variant (default: 30; on a CPU at most)"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device to measure (default: a GPU if there is one)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=30,
+        metavar="N",
+        help="rounds of timing per variant, on a CPU at most (default: 30)",
     )
     parser.add_argument(
         "--budget-minutes",
         type=float,
         metavar="M",
-        help=f"after this, the cases of lowest priority are dropped and named (default: {MINUTES['cuda']:g} on a GPU, "
+        help=f"drop the cases of lowest priority after this time, and name them (default: {MINUTES['cuda']:g} on a GPU, "
         f"{MINUTES['cpu']:g} on a CPU)",
     )
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
+        "--compile", action=argparse.BooleanOptionalAction, help="also measure torch.compile (default: on a GPU only)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
+        "--resume", action="store_true", help="keep the results in --out, and measure only what is missing"
     )
     parser.add_argument(
         "--figures",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="draw figures/CASE.png (default); without them --out holds results.csv, env.json and report.md alone",
+        help="draw figures/CASE.png beside results.csv, env.json and report.md (default: yes)",
     )
     micro.add_arguments(parser)
 

@@ -182,8 +182,10 @@ def run(name: str, seed: int = 0) -> Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``python -m ckptkern examples``."""
-    parser.description = "Runs the tutorials' models with activation checkpoints beside the unmodified models."
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}; all if none is given")
+    parser.description = "Run common tutorials' models with activation checkpoints beside the unmodified models."
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"example to run: {', '.join(EXAMPLES)} (default: all)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -190,7 +190,7 @@ def compare(name: str) -> measure.Result:
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Draws the bytes that each family saves: eager, with torch.utils.checkpoint around each layer, converted."""
+    """Plots the bytes that each family saves: eager, with torch.utils.checkpoint around each layer, converted."""
     from matplotlib.figure import Figure
 
     variants = (

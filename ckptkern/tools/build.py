@@ -10,8 +10,9 @@ from ..state import LOADED, extension
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``python -m ckptkern build``."""
     parser.description = (
-        "Build the C++ extension for this torch and Python into the user's cache, or $CKPTKERN_CACHE, also if that failed "
-        "before. It needs a C++ compiler and ninja; without it Python does the same, with more host time."
+        "Build the C++ extension for this torch and Python into the user's cache or $CKPTKERN_CACHE, even if that failed "
+        "before. The build needs a C++ compiler and ninja. Without the extension, Python code gives equal results with "
+        "more host time."
     )
 
 

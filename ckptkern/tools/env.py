@@ -241,7 +241,7 @@ def lines(data: dict[str, Any], indent: int = 0) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``python -m ckptkern env``."""
-    parser.description = "Print versions, devices, the state of the extension and the backends that would be used."
+    parser.description = "Print versions, devices, the extension's state, and the backend of each device."
     parser.add_argument("--json", action="store_true", help="print JSON instead of plain text")
 
 

@@ -255,13 +255,14 @@ def emulated_checks() -> Iterator[Iterator[Result]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``python -m ckptkern selftest``."""
     parser.description = (
-        "Check kernels against float64, masks against each other, saved bytes against the documentation."
+        "Check this installation: results against float64, dropout masks against each other, saved bytes against "
+        "the ops' declarations. Paste the output into a bug report."
     )
-    parser.add_argument("--quiet", action="store_true", help="print failures and the last line only")
+    parser.add_argument("--quiet", action="store_true", help="print only failures and the last line")
     parser.add_argument(
         "--emulated",
         action="store_true",
-        help="instead, compile kernels for A100 and H100 and run their code on the CPU: is it right? Needs a checkout",
+        help="instead, compile kernels for A100 and H100 and check their code in an emulator on the CPU; needs a checkout",
     )
 
 

@@ -1,4 +1,4 @@
-"""Draws the demo's figure: memory over one step, peak against time, and the losses."""
+"""Plots the demo's figure: memory over one step, peak against time, and the losses."""
 
 from __future__ import annotations
 
