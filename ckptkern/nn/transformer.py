@@ -104,12 +104,16 @@ class _Layer(Layer):
                 "residual": True,
             }
 
-        found: dict[str, Any] = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
+        arguments: dict[str, Any] = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
         if cross is not None:
-            found["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
+            arguments["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
         mlp = {"activation": named(self.activation), "dropout_p": _probability(self.dropout)}
-        found["mlp_arguments"] = {**weights(self, up="linear1", down="linear2"), **mlp, **around(len(found) + 1)}
-        return found
+        arguments["mlp_arguments"] = {
+            **weights(self, up="linear1", down="linear2"),
+            **mlp,
+            **around(len(arguments) + 1),
+        }
+        return arguments
 
     def _fused(self, x: Tensor, *others: Any) -> Tensor:
         """Computes forward as one op. others: what `layer_arguments` takes besides x."""

@@ -88,15 +88,15 @@ class OnPart(Around):
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
             # the ranks compare their shapes of the first call; a later call with other shapes fails in its collective
-            x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if x is not None and not x.is_meta and not isinstance(x, FakeTensor):
                 self.checked = True
                 shape = torch.tensor(x.shape, device=x.device)
                 shapes = _c10d.wait_tensor(self.context.gathering(shape)).view(self.context.size, -1).tolist()
-                if any(one != shapes[0] for one in shapes):
+                if any(sizes != shapes[0] for sizes in shapes):
                     raise ValueError(
                         f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
-                        f"{', '.join(str(tuple(one)) for one in shapes)}; pad the sequence"
+                        f"{', '.join(str(tuple(sizes)) for sizes in shapes)}; pad the sequence"
                     )
         outer, ACTIVE.context = ACTIVE.context, self.context
         try:

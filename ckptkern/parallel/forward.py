@@ -103,26 +103,26 @@ class Sharded(Around):
 
     def parts(self) -> dict[int, Tensor]:
         """This rank's part of every parameter, by the parameter's id."""
-        made: dict[int, Tensor] = {}
+        parts: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
         for owner, key, name in self.names():
             value = owner._parameters[key]
-            if id(value) not in made:
-                made[id(value)] = value.to_local() if isinstance(value, DTensor) else value
+            if id(value) not in parts:
+                parts[id(value)] = value.to_local() if isinstance(value, DTensor) else value
             if name in self.summed:
-                summed[id(value)] = made[id(value)]
-        return made | dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
+                summed[id(value)] = parts[id(value)]
+        return parts | dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
 
     def whole(self) -> dict[int, Tensor]:
         values = {id(owner._parameters[key]): owner._parameters[key] for owner, key, _ in self.names()}
         return {i: value.full_tensor() if isinstance(value, DTensor) else value for i, value in values.items()}
 
     @contextmanager
-    def parameters(self, made: dict[int, Tensor]) -> Iterator[None]:
+    def parameters(self, tensors: dict[int, Tensor]) -> Iterator[None]:
         """Puts plain tensors in the place of the parameters."""
         were = [(owner._parameters, key, owner._parameters[key]) for owner, key, _ in self.names()]
         for parameters, key, value in were:
-            parameters[key] = made[id(value)]
+            parameters[key] = tensors[id(value)]
         try:
             yield
         finally:
@@ -184,17 +184,17 @@ class TensorParallel(ParallelStyle):
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )
-        sharded, made = Sharded(module, places, shard), dict[int, nn.Parameter]()
+        sharded, distributed = Sharded(module, places, shard), dict[int, nn.Parameter]()
         for owner, key, name in list(sharded.names()):
             value = owner._parameters[key]
-            if id(value) not in made:
+            if id(value) not in distributed:
                 if isinstance(value, DTensor):
                     raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
                 place = places.get(name, Place(None))
                 split = Replicate() if place.dim is None else Split(place.dim)
                 tensor = distribute_tensor(value, device_mesh, [split])
-                made[id(value)] = nn.Parameter(tensor, value.requires_grad)
-            owner._parameters[key] = made[id(value)]
+                distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
+            owner._parameters[key] = distributed[id(value)]
         module.forward = sharded  # type: ignore[method-assign]
         return module
 

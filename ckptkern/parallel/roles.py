@@ -100,8 +100,8 @@ def weights_in(value: Any) -> Iterator[Weight]:
     if isinstance(value, Weight):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from weights_in(one)
+        for item in value:
+            yield from weights_in(item)
 
 
 def sublayers_of(template: Template) -> Iterator[Template]:
@@ -125,7 +125,7 @@ SPLIT = {
 def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
     """Returns by name the places of all parameters on `size` ranks. What no role names is on every rank. Raises TypeError for a
     block that has no sharded form."""
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     block = type(module).__name__
     for op in blocks_of("TensorParallel", module):
         if any("kv_a_weight" in sublayer for sublayer in sublayers_of(op.template)):
@@ -155,7 +155,7 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
             for role, value in sublayer.items():
                 for weight in weights_in(value):
                     place, tensor = place_of(module, sublayer, role, weight), parameter(module, weight)
-                    if found.setdefault(id(tensor), place) != place:
+                    if places.setdefault(id(tensor), place) != place:
                         raise ValueError(
                             f"TensorParallel: {weight.path} has two roles that are split along different dimensions"
                         )
@@ -165,7 +165,7 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
                             f"be a multiple of the mesh's size, {size}"
                         )
     named = module.named_parameters(remove_duplicate=False)
-    return {name: found.get(id(tensor), Place(None)) for name, tensor in named}
+    return {name: places.get(id(tensor), Place(None)) for name, tensor in named}
 
 
 def parameter(module: nn.Module, weight: Weight) -> Tensor:

@@ -66,7 +66,7 @@ def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: 
         if index is None:
             args[place] = count * size
         else:
-            args[place] = [count * size if i == index else one for i, one in enumerate(args[place])]
+            args[place] = [count * size if i == index else value for i, value in enumerate(args[place])]
     return tuple(args)
 
 
@@ -117,9 +117,9 @@ def _aligned(node: fx.Node, of: fx.Node, axis: Axis) -> tuple[fx.Node, Axis | No
 
 def argument(node: fx.Node, *names: str) -> Any:
     """Returns an operator's argument of one of these names, or its default; None if there is none."""
-    for i, one in enumerate(node.target._schema.arguments):
-        if one.name in names:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)
+    for i, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name in names:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(parameter.name, parameter.default_value)
     return None
 
 
@@ -127,15 +127,18 @@ def _dims(node: fx.Node, count: int) -> set[int]:
     """Returns the dimensions, of `count`, that an operator's argument `dim` names; all, if there is none."""
     value = argument(node, "dim", "dims")
     dims = range(count) if value is None else value if isinstance(value, (list, tuple)) else [value]
-    return {one % count for one in dims}
+    return {dim % count for dim in dims}
 
 
 def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Cuts an operator whose inputs are broadcast to the result's shape."""
     size, inputs = shape_of(node)[axis.dim], tensors_of(node)
-    if any(len(shape_of(one)) == len(shape_of(node)) and shape_of(one)[axis.dim] not in (1, size) for one in inputs):
+    if any(
+        len(shape_of(source)) == len(shape_of(node)) and shape_of(source)[axis.dim] not in (1, size)
+        for source in inputs
+    ):
         return None  # gather may leave out the end of its input
-    return Cut([_aligned(node, one, axis) for one in inputs])
+    return Cut([_aligned(node, source, axis) for source in inputs])
 
 
 def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -170,7 +173,7 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     steps = [*zip(strides, shape_of(node), strict=True), (strides[axis.dim], axis.inner)]
     del steps[axis.dim]
     # all others stay in one entry, or go over all n entries
-    if offset % (step * n) + sum(one * (size - 1) for one, size in steps if one % (step * n)) >= step:
+    if offset % (step * n) + sum(stride * (size - 1) for stride, size in steps if stride % (step * n)) >= step:
         return None
     for dim, (size, stride) in enumerate(zip(shape, of_source, strict=True)):
         inner, rest = divmod(step, stride)
@@ -210,7 +213,7 @@ def _stacked(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     if dim == axis.dim:
         return None
     lacking = axis.at(axis.dim - (axis.dim > dim))
-    return Cut([(one, axis if len(shape_of(one)) == count else lacking) for one in tensors_of(node)])
+    return Cut([(source, axis if len(shape_of(source)) == count else lacking) for source in tensors_of(node)])
 
 
 def _reduction(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -219,14 +222,14 @@ def _reduction(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     gone = _dims(node, count)
     if len(shape_of(node)) == count:
         return None if axis.dim in gone else Cut([(source, axis)])
-    return Cut([(source, axis.at([one for one in range(count) if one not in gone][axis.dim]))])
+    return Cut([(source, axis.at([dim for dim in range(count) if dim not in gone][axis.dim]))])
 
 
 def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """mm and bmm, and both with a bias. Rows of weights are not cut: all rows of their gradient need the whole input."""
     name = name_of(node)
     *bias, a, b = node.args[:3] if name in ("addmm", "baddbmm") else node.args[:2]
-    added = [_aligned(node, one, axis) for one in bias]
+    added = [_aligned(node, tensor, axis) for tensor in bias]
     if name in ("mm", "addmm"):
         return Cut([*added, (a, axis), (b, None)]) if axis.dim == 0 else None
     return Cut([*added, (a, axis if axis.dim < 2 else None), (b, axis if axis.dim != 1 else None)])
@@ -234,36 +237,36 @@ def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     x, weight, bias, *_, groups = node.args[:9]
-    others = [one for one in (weight, bias) if one is not None]
+    others = [tensor for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
-        return Cut([(x, axis), *((one, None) for one in others)])
+        return Cut([(x, axis), *((tensor, None) for tensor in others)])
     if axis.dim != 1 or axis.outer != 1 or groups % n:
         return None
-    cut = [(one, Axis(0, 1, shape_of(one)[0] // n)) for one in others]
+    cut = [(tensor, Axis(0, 1, shape_of(tensor)[0] // n)) for tensor in others]
     return Cut([(x, Axis(1, 1, shape_of(x)[1] // n)), *cut], ((8, None, groups // n),))
 
 
 def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Core attention of q, k, v [B, H, S, D] and a mask that is broadcast to [B, H, S, S]."""
     q, k, v = node.args[:3]
-    masks = [one for one in tensors_of(node) if one not in (q, k, v)]
+    masks = [mask for mask in tensors_of(node) if mask not in (q, k, v)]
     cut = _by_heads([q, k, v], axis, n)
-    return cut and Cut(cut.inputs + [_aligned(node, one, axis) for one in masks])
+    return cut and Cut(cut.inputs + [_aligned(node, mask, axis) for mask in masks])
 
 
 def _by_heads(tensors: list[fx.Node], axis: Axis, n: int) -> Cut | None:
     if axis.dim > 1:
         return None
-    parts = [divmod(shape_of(one)[axis.dim], axis.outer * n) for one in tensors]
+    parts = [divmod(shape_of(tensor)[axis.dim], axis.outer * n) for tensor in tensors]
     if any(rest for _, rest in parts):
         return None
-    return Cut([(one, axis._replace(inner=inner)) for one, (inner, _) in zip(tensors, parts, strict=True)])
+    return Cut([(tensor, axis._replace(inner=inner)) for tensor, (inner, _) in zip(tensors, parts, strict=True)])
 
 
 def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
     """zeros(size), new_zeros(input, size) and alike, whose values are one number."""
     place = int(name_of(node).startswith("new_"))
-    return Cut([(one, None) for one in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
+    return Cut([(source, None) for source in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
 
 
 def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -274,7 +277,7 @@ def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Cuts x[:, :, places, ...], in which each entry of one tensor of indices chooses entries of x."""
     x, (*before, places) = node.args[:2]
-    if any(one is not None for one in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
+    if any(index is not None for index in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
         return None
     first, count = len(before), len(shape_of(places))
     if first <= axis.dim < first + count:
@@ -288,9 +291,9 @@ def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     shape = shape_of(node)
     if along == "heads":
         return _by_heads(list(tensors), axis, n)
-    if along != "tokens" or axis.dim >= len(shape) - 1 or any(shape_of(one)[:-1] != shape[:-1] for one in tensors):
+    if along != "tokens" or axis.dim >= len(shape) - 1 or any(shape_of(x)[:-1] != shape[:-1] for x in tensors):
         return None
-    return Cut([*((one, axis) for one in dict.fromkeys(tensors)), *((one, None) for one in dict.fromkeys(parameters))])
+    return Cut([*((x, axis) for x in dict.fromkeys(tensors)), *((p, None) for p in dict.fromkeys(parameters))])
 
 
 def _item(node: fx.Node, axis: Axis, n: int) -> Cut | None:

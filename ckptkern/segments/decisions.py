@@ -135,16 +135,16 @@ class Decisions(TorchFunctionMode):
             result = func(*args, **kwargs)  # in recompute too: multinomial moves the random state
             decides = isinstance(result, Tensor)
             if decides and name in COMPARES:
-                floating = any(isinstance(one, Tensor) and one.is_floating_point() for one in args)
+                floating = any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
                 decides = floating and result.dim() > 0 and result.shape[-1] <= COLUMNS
             return self.decided(name, shape, result) if decides else result
         with torch.no_grad():
-            found = func(*args, **kwargs)
-        place, chosen = SELECTS[name], self.decided(name, shape, found.indices)
+            selected = func(*args, **kwargs)
+        place, chosen = SELECTS[name], self.decided(name, shape, selected.indices)
         dim = args[place] if len(args) > place else kwargs.get("dim", -1)
         if chosen.dim() == x.dim():
-            return type(found)((_Gather.apply(x, dim, chosen), chosen))
-        return type(found)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
+            return type(selected)((_Gather.apply(x, dim, chosen), chosen))
+        return type(selected)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
 
     def decided(self, name: str, shape: tuple, decision: Tensor) -> Tensor:
         """What stands for the decision."""
@@ -202,8 +202,8 @@ def _hooks_around() -> Hooks | None:
     while (hooks := _top_hooks(False)) is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING:
         regions.append(hooks)
         _pop_hooks()
-    for one in reversed(regions):
-        _push_hooks(*one)
+    for pair in reversed(regions):
+        _push_hooks(*pair)
     return hooks
 
 

@@ -63,13 +63,13 @@ def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequ
     """Runs a call. parameters: what its module computes with, in place of its own, in their order."""
     args, kwargs = filled(call.arguments, tensors)
     if call.path is None:
-        made = call.run(*args, **kwargs)
+        result = call.run(*args, **kwargs)
     else:
         module = modules[call.path]
         names = [name for name, _ in module.named_parameters()] if parameters else []
         with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
-            made = module.forward(*args, **kwargs)
-    return taken(made)[0]
+            result = module.forward(*args, **kwargs)
+    return taken(result)[0]
 
 
 def run(
@@ -103,29 +103,29 @@ def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[A
         (node, axis): part if axis is None else axis.flat(part)
         for (node, axis), part in zip(_reads(stage), parts, strict=True)
     }
-    made: dict[fx.Node, Any] = {}
+    computed: dict[fx.Node, Any] = {}
     if stage.inside is not None:
-        given, stages, ends = stage.inside
-        made.update(zip(given, inputs.values(), strict=True))
+        placeholders, stages, ends = stage.inside
+        computed.update(zip(placeholders, inputs.values(), strict=True))
         for inner in stages:
-            run_stage(inner, made, modules)
-        return [made[one] for one in ends]
+            run_stage(inner, computed, modules)
+        return [computed[node] for node in ends]
 
-    def value(one: fx.Node) -> Any:
-        return made[one] if one in made else inputs[one, axes[one]]
+    def value(source: fx.Node) -> Any:
+        return computed[source] if source in computed else inputs[source, axes[source]]
 
     for node, cut in stage.nodes.items():
         axes, call = dict(cut.inputs), stage.calls.get(node)
         # the graph has its casts; what is fused inside is a stage of its own
         with own_modes() if call else torch._C._DisableAutocast():
             if call:
-                tensors, parameters = ([value(one) for one in values] for values in node.args[:2])
-                made[node] = called(call, tensors, modules, parameters)
+                tensors, parameters = ([value(source) for source in values] for values in node.args[:2])
+                computed[node] = called(call, tensors, modules, parameters)
             else:
-                made[node] = run(node, value, cut.sizes, count)
-        for one in stage.last.get(node, ()):
-            del made[one]
-    return [made[one] for one in stage.results]
+                computed[node] = run(node, value, cut.sizes, count)
+        for source in stage.last.get(node, ()):
+            del computed[source]
+    return [computed[node] for node in stage.results]
 
 
 def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
@@ -148,7 +148,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
             [stage.axes[node] for node in stage.results],
             stage.n,
             stage.length,
-            lambda made, _: made,
+            lambda returned, _: returned,
             new,
             preserve_rng_state=False,
         )
@@ -187,7 +187,7 @@ class Plan:
 
 def _sizes(workspace: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list[int]]:
     """Returns what two calls have alike whose sizes may be compared, and the sizes, of tensors that are not nested."""
-    shapes = [one.shape if isinstance(one, Tensor) else None for one in (*args, *kwargs.values())]
+    shapes = [value.shape if isinstance(value, Tensor) else None for value in (*args, *kwargs.values())]
     kind = workspace, *(None if shape is None else len(shape) for shape in shapes)
     return kind, [size for shape in shapes if shape is not None for size in shape]
 
@@ -199,7 +199,9 @@ class _Shared:
         self.mapping = mapping
 
 
-register_pytree_node(_Shared, lambda one: ([dict(one.mapping)], type(one.mapping)), lambda held, kind: kind(*held))
+register_pytree_node(
+    _Shared, lambda shared: ([dict(shared.mapping)], type(shared.mapping)), lambda held, kind: kind(*held)
+)
 
 
 class Parts:
@@ -223,9 +225,9 @@ class Parts:
 
     def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         flat, spec = tree_flatten((args, kwargs))
-        shared = [one for one in flat if isinstance(one, MutableMapping)]
+        shared = [value for value in flat if isinstance(value, MutableMapping)]
         if shared:
-            named = [_Shared(one) if isinstance(one, MutableMapping) else one for one in flat]
+            named = [_Shared(value) if isinstance(value, MutableMapping) else value for value in flat]
             flat, spec = tree_flatten(tree_unflatten(named, spec))
         plan = None
         hooks = torch.nn.modules.module  # of all modules
@@ -245,7 +247,7 @@ class Parts:
             self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
         values: dict[fx.Node, Any] = dict(
-            zip(plan.inputs, (one for one in flat if isinstance(one, Tensor)), strict=True)
+            zip(plan.inputs, (value for value in flat if isinstance(value, Tensor)), strict=True)
         )
         modules = dict(module.named_modules())
         for node, held in plan.held.items():
@@ -256,21 +258,24 @@ class Parts:
         for stage in plan.stages:
             run_stage(stage, values, modules)
         result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
-        for one, held in zip(shared, now, strict=True):
-            one.update(held)
+        for mapping, held in zip(shared, now, strict=True):
+            mapping.update(held)
         return result
 
     def plan_of(self, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
-        tensors = [one for one in flat if isinstance(one, Tensor)]
-        if not all(type(one) in PLAIN or isinstance(one, PLAIN_VALUES) for one in flat) or not tensors:
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        if not all(type(value) in PLAIN or isinstance(value, PLAIN_VALUES) for value in flat) or not tensors:
             self.why = "an argument is neither a tensor nor a plain value"
             return None
-        kinds = [(one.shape, one.dtype, one.device) if isinstance(one, Tensor) else (type(one), one) for one in flat]
-        own = [one for m in module.modules() for d in (m._parameters, m._buffers) for one in d.items()]
-        if any(hasattr(one, "main_grad") for _, one in own):  # in which an op sums gradients itself
+        kinds = [
+            (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else (type(value), value)
+            for value in flat
+        ]
+        own = [pair for m in module.modules() for d in (m._parameters, m._buffers) for pair in d.items()]
+        if any(hasattr(tensor, "main_grad") for _, tensor in own):  # in which an op sums gradients itself
             self.why = "a parameter has a main_grad"
             return None
-        kinds += [(name, one if one is None else (one.shape, one.dtype)) for name, one in own]
+        kinds += [(name, tensor if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in own]
         key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
         with _planning:
             if key in self.plans:
@@ -305,7 +310,7 @@ def becomes_functional(node: fx.Node) -> bool:
     changed, name = node.args[0], name_of(node).removesuffix("_")
     other = getattr(getattr(aten, name, None), node.target._overloadname, None)
     is_fresh = isinstance(changed.target, torch._ops.OpOverload) and not changed.target.is_view
-    is_alike = all(one.meta["val"].dtype == changed.meta["val"].dtype for one in tensors_of(node))
+    is_alike = all(source.meta["val"].dtype == changed.meta["val"].dtype for source in tensors_of(node))
     if other is None or other._schema.is_mutable or not (is_fresh and is_alike) or len(changed.users) > 1:
         return False
     node.target = other
@@ -315,31 +320,33 @@ def becomes_functional(node: fx.Node) -> bool:
 
 def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
     """Returns the graph of a stage's first slice, what it is given and its results."""
-    graph, given, made = fx.Graph(), {}, {}
+    graph, placeholders, copies = fx.Graph(), {}, {}
 
     def part(node: fx.Node, axis: Axis | None) -> Any:
         value = node.meta["val"]
         if axis is None:
             return value
         parts, size = [], shape_of(node)[axis.dim]
-        for one in value if is_list(node) else [value]:
-            if one.shape[axis.dim : axis.dim + 1] == (size,):
-                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-                one = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), one.device)
-            parts.append(one)
+        for tensor in value if is_list(node) else [value]:
+            if tensor.shape[axis.dim : axis.dim + 1] == (size,):
+                whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                tensor = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), tensor.device)
+            parts.append(tensor)
         return parts if is_list(node) else parts[0]
 
     for node, axis in _reads(stage):
-        given[node, axis] = graph.placeholder(node.name)
-        given[node, axis].meta["val"] = part(node, axis)
+        placeholders[node, axis] = graph.placeholder(node.name)
+        placeholders[node, axis].meta["val"] = part(node, axis)
     for node, cut in stage.nodes.items():
         axes = dict(cut.inputs)
-        copied = graph.node_copy(node, lambda one, axes=axes: made[one] if one in made else given[one, axes[one]])
+        copied = graph.node_copy(
+            node, lambda source, axes=axes: copies[source] if source in copies else placeholders[source, axes[source]]
+        )
         copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
-        made[node] = copied
-    ends = [made[one] for one in stage.results]
+        copies[node] = copied
+    ends = [copies[node] for node in stage.results]
     graph.output(ends)
-    return graph, [*given.values()], ends
+    return graph, [*placeholders.values()], ends
 
 
 def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0, times: int = 1) -> None:
@@ -348,14 +355,14 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
         fits = 2 * stage.cost * stage.length <= workspace * stage.n
         if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
             continue
-        graph, given, ends = graph_of_slice(stage, mode)
+        graph, placeholders, ends = graph_of_slice(stage, mode)
         within = times * stage.n // stage.length
         planner = Planner(graph, [], workspace, times=within)
         with contextlib.suppress(Uncut):
             inner = planner.plan()
             plan_inside(inner, mode, workspace, depth + 1, within)
             if len(inner) > 1:
-                stage.inside = given, inner, ends
+                stage.inside = placeholders, inner, ends
 
 
 def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
@@ -364,25 +371,27 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
     plan = Plan([], [], {}, None)
 
     def forward(*tensors: Tensor) -> list[Tensor]:
-        args, kwargs = given = filled((values, spec), tensors)
-        before, kind = tree_flatten(given)
+        args, kwargs = arguments = filled((values, spec), tensors)
+        before, kind = tree_flatten(arguments)
         with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():
             result = type(module).forward(module, *args, **kwargs)
-        now, after = tree_flatten(given)
-        if after != kind or any(one is not other for one, other in zip(now, before, strict=True)):
+        now, after = tree_flatten(arguments)
+        if after != kind or any(value is not other for value, other in zip(now, before, strict=True)):
             raise Uncut("it changes a list or a dict that it is given")
-        shared = [dict(one) for one in now if isinstance(one, MutableMapping)]
+        shared = [dict(value) for value in now if isinstance(value, MutableMapping)]
         result, plan.spec = tree_flatten((result, shared))
         return result
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with as_before(module), unchanged(module), traced_calls(module) as tracing:
-        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(one.detach()) for one in inputs])
+        graph_module = recorded(
+            torch.func.functionalize(forward), [mode.from_tensor(tensor.detach()) for tensor in inputs]
+        )
         held = held_by(module)
-    plan.inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
-    for node in list(made.graph.nodes):
+    plan.inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for node in list(graph_module.graph.nodes):
         if node.op == "get_attr":
-            value = getattr(made, node.target)
+            value = getattr(graph_module, node.target)
             plan.held[node] = held.get(id(value), value)
             # torch.tensor(0.5) in a forward is copied before it is read
             if id(value) not in held and any(name_of(user) != "lift_fresh_copy" for user in node.users):
@@ -395,9 +404,9 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
                 continue
             if samples(node) or node.target._schema.is_mutable:
                 raise Uncut(f"{node.target} is not run in slices")
-    planner = Planner(made.graph, tracing.calls, workspace, slices)
+    planner = Planner(graph_module.graph, tracing.calls, workspace, slices)
     plan.output, plan.stages = planner.output, planner.plan()
     if not slices:
         plan_inside(plan.stages, mode, workspace)
-    plan.cost = sum(bytes_of(node) for node in made.graph.nodes if node.op == "call_function")
+    plan.cost = sum(bytes_of(node) for node in graph_module.graph.nodes if node.op == "call_function")
     return plan

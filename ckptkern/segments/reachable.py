@@ -20,8 +20,12 @@ _lock = threading.RLock()  # parametrize's cache is one for all threads
 @functools.lru_cache(maxsize=4096)
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The names that the code reads as globals; `co_names` has those of attributes, too."""
-    found = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(found))
+    names = (
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    return tuple(dict.fromkeys(names))
 
 
 def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple[Any, ...]]:
@@ -67,7 +71,7 @@ def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]
             values.append(value.cell_contents if isinstance(value, types.CellType) else value)
         except ValueError:  # not filled yet
             continue
-    roots = [one for value in values for one in (value if type(value) in (list, tuple) else (value,))]
+    roots = [item for value in values for item in (value if type(value) in (list, tuple) else (value,))]
     return list(dict.fromkeys(m for root in roots if isinstance(root, nn.Module) for m in root.modules()))
 
 

@@ -59,28 +59,28 @@ def traced_call(
     """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
     may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
     tensors, form = taken((args, kwargs))
-    if any(isinstance(one, MutableMapping) for one in form[0]):
+    if any(isinstance(leaf, MutableMapping) for leaf in form[0]):
         raise Uncut("it hands a mapping on")
     tracing = _local.tracing
     call = Call(None if module is None else tracing.paths[module], form, forward)
     tracing.calls.append(call)
     parameters = [] if module is None or along == "nothing" else list(module.parameters())
-    made = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
-    return filled(call.result, made)
+    results = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
+    return filled(call.result, results)
 
 
 def taken(value: Any) -> tuple[list[Tensor], Form]:
     """Takes the tensors out of a value."""
     flat, spec = tree_flatten(value)
-    tensors = [one for one in flat if isinstance(one, Tensor)]
+    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     places = iter(range(len(tensors)))
-    return tensors, ([Place(next(places)) if isinstance(one, Tensor) else one for one in flat], spec)
+    return tensors, ([Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
 
 def filled(form: Form, tensors: Sequence[Any]) -> Any:
     """Returns the value with these tensors."""
     values, spec = form
-    return tree_unflatten([tensors[one] if type(one) is Place else one for one in values], spec)
+    return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in values], spec)
 
 
 _library = torch.library.Library("ckptkern", "FRAGMENT")
@@ -92,8 +92,8 @@ def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -
     call = _local.tracing.calls[place]
     args, kwargs = filled(call.arguments, tensors)
     with traced_calls(None), torch._C.DisableTorchFunction():
-        made, call.result = taken(call.run(*args, **kwargs))
-    return [one.clone() for one in made]
+        results, call.result = taken(call.run(*args, **kwargs))
+    return [tensor.clone() for tensor in results]
 
 
 # detach, which torch 2.15 records as an alias
@@ -123,19 +123,21 @@ class Changed(Uncut):
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Gives modules back what they held, and raises Changed if the block changed it: attributes, buffers, containers."""
     held = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
-    held += [one for m in module.modules() for one in vars(m).values() if type(one) in (list, dict, set)]
-    before = [(one, copy.copy(one)) for one in held]
+    held += [
+        container for m in module.modules() for container in vars(m).values() if type(container) in (list, dict, set)
+    ]
+    before = [(container, copy.copy(container)) for container in held]
     counters = [(b, b.clone(), b._version) for b in module.buffers()]  # into which a recording writes in truth
     try:
         yield
     finally:
         changed = False
-        for one, was in before:
-            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (one, was))
+        for container, was in before:
+            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, was))
             if len(now) != len(then) or not all(map(operator.is_, now, then)):
                 changed = True
-                one.clear()
-                (one.extend if isinstance(one, list) else one.update)(was)
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(was)
         for buffer, value, version in counters:
             if buffer._version != version:
                 changed = True
@@ -172,22 +174,22 @@ class Recording(TorchFunctionMode):
             return function(*args)
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         if name.endswith("grouped_mm"):
-            made = traced_call(None, grouped_mm, (function, *args), kwargs)
+            result = traced_call(None, grouped_mm, (function, *args), kwargs)
         else:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                made = function(*args, **kwargs)
+                result = function(*args, **kwargs)
         if name == "__get__" or (name != "detach" and torch.is_grad_enabled()):
-            return made
+            return result
         writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         if writes or name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2] != "_") or "out" in kwargs:
             raise Uncut("it writes while gradients are off")
         return tree_map_only(
-            Tensor, lambda one: torch.ops.ckptkern.stopped(one) if one.is_floating_point() else one, made
+            Tensor, lambda tensor: torch.ops.ckptkern.stopped(tensor) if tensor.is_floating_point() else tensor, result
         )
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
     """Records a function of fake tensors."""
-    made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    made.graph.eliminate_dead_code()
-    return made
+    graph_module = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    graph_module.graph.eliminate_dead_code()
+    return graph_module

@@ -169,7 +169,9 @@ class Segment(SavedTensors):
         if (now_other := self.changed()) is not None:
             parameter, *versions = now_other
             named = (pair for root in self.roots() for pair in root.named_parameters())
-            name = next((f"the parameter {name!r}" for name, one in named if one is parameter), "a parameter")
+            name = next(
+                (f"the parameter {name!r}" for name, candidate in named if candidate is parameter), "a parameter"
+            )
             self.refuse(name, parameter, *versions)
         run, checksums = Recompute(self, key, _Stop), None if self.checksums is None else _Checksums()
         grad_mode = torch.is_grad_enabled()
@@ -320,7 +322,7 @@ class _Unreadable(TorchDispatchMode):
 
     def __init__(self, changed: list[tuple], segment: Segment):
         super().__init__()
-        self.segment, self.found = segment, {id(one): (one, *row) for ones, *row in changed for one in ones}
+        self.segment, self.changed = segment, {id(x): (x, *row) for tensors, *row in changed for x in tensors}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -330,20 +332,20 @@ class _Unreadable(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, views = kwargs or {}, []
         for value in tree_leaves((args, kwargs)):
-            if (found := self.found.get(id(value))) is not None:
-                one_of = func._schema.arguments
-                given = [
-                    *zip(one_of, args, strict=False),
-                    *((one, kwargs[one.name]) for one in one_of if one.name in kwargs),
+            if (entry := self.changed.get(id(value))) is not None:
+                parameters = func._schema.arguments
+                arguments = [
+                    *zip(parameters, args, strict=False),
+                    *((parameter, kwargs[parameter.name]) for parameter in parameters if parameter.name in kwargs),
                 ]
                 # what an op only writes or views is read by a later op, here or through the view
-                if any(one.alias_info is None for one, what in given if what is value):
-                    tensor, module, name, now, then = found
+                if any(parameter.alias_info is None for parameter, argument in arguments if argument is value):
+                    tensor, module, name, now, then = entry
                     self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
-                views.append(found[1:])
+                views.append(entry[1:])
         result = func(*args, **kwargs)
         for row in views:
-            self.found |= {id(one): (one, *row) for one in tree_leaves(result) if isinstance(one, Tensor)}
+            self.changed |= {id(x): (x, *row) for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
 
 
@@ -435,11 +437,11 @@ class Span(Segment):
         """The places in such a call of what the last call returned; [] if there are none, or one was changed since."""
         if self.changed() is not None:  # a parameter, since the last call: this region is to say so in backward
             return []
-        found = {}
-        for i, one in enumerate(self.returned):
-            if one is not None and (tensor := one[0]()) is not None and tensor.requires_grad:
-                found[id(tensor)] = i, tensor._version == one[1]
-        at = [(j, *found[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in found]
+        places = {}
+        for i, entry in enumerate(self.returned):
+            if entry is not None and (tensor := entry[0]()) is not None and tensor.requires_grad:
+                places[id(tensor)] = i, tensor._version == entry[1]
+        at = [(j, *places[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in places]
         return [(j, i) for j, i, _ in at] if all(same for *_, same in at) else []
 
     def next(
@@ -456,15 +458,15 @@ class Span(Segment):
         return result
 
     def roots(self) -> list[nn.Module]:
-        return [root for state in (self.state, *(one.state for one in self.later)) for root in state.roots()]
+        return [root for state in (self.state, *(call.state for call in self.later)) for root in state.roots()]
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> None:
         result = self.first_call(*args, **kwargs)
         for function, state, places, spec in self.later:
-            made = tree_leaves(result)
+            returned = tree_leaves(result)
             leaves = tree_leaves(state.arguments())
             for j, i in places:
-                leaves[j] = made[i]
+                leaves[j] = returned[i]
             args, kwargs = tree_unflatten(leaves, spec)
             unreadable = self.enter(state)
             torch._C._push_on_torch_function_stack(self.recompute_context)  # above the modes of this call

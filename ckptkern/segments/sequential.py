@@ -21,7 +21,11 @@ from ..memory import counting, format_size, parse_size, storages_of
 from .checkpoint import checkpoint
 from .reachable import caching_nothing
 
-OPTIONS = {name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY}
+OPTIONS = {
+    name
+    for name, parameter in inspect.signature(checkpoint).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 _ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
 Segments = int | str | Callable[[str, Callable], bool]
 
@@ -61,8 +65,8 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     already exceeds, and a bound without an input.
     """
     if isinstance(functions, Tensor) or not hasattr(functions, "__len__"):
-        found = _ORDER if isinstance(functions, Tensor) else type(functions).__name__
-        raise TypeError(f"segments: wanted an nn.Sequential or a list of layers, but got {found}")
+        kind = _ORDER if isinstance(functions, Tensor) else type(functions).__name__
+        raise TypeError(f"segments: wanted an nn.Sequential or a list of layers, but got {kind}")
     names, layers = _named(functions)
     count = len(layers)
     starts = None

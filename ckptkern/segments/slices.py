@@ -45,7 +45,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         task = torch._C._current_graph_task_id()
-        return None, *(one.wholes.pop(task, None) for one in ctx.gradients)
+        return None, *(gradient.wholes.pop(task, None) for gradient in ctx.gradients)
 
 
 class _Slice(torch.autograd.Function):
@@ -80,11 +80,11 @@ class _Written(torch.autograd.Function):
         ctx.axes = axes
         _write(wholes, axes, place, parts)
         slices = (axis.slice(whole, *place) for axis, whole in zip(axes, wholes, strict=True))
-        return tuple(one.new_zeros(()).expand(one.shape) for one in slices)
+        return tuple(part.new_zeros(()).expand(part.shape) for part in slices)
 
     @staticmethod
     def backward(ctx, *grads):
-        parts = (one if one is None else axis.flat(one) for axis, one in zip(ctx.axes, grads, strict=True))
+        parts = (grad if grad is None else axis.flat(grad) for axis, grad in zip(ctx.axes, grads, strict=True))
         return None, None, None, *parts
 
 
@@ -96,13 +96,13 @@ class _Joined(torch.autograd.Function):
     def forward(ctx, wholes, axes, places, trained, sums, *placeholders):
         ctx.set_materialize_grads(False)
         ctx.axes, ctx.places, ctx.sums = axes, places, sums
-        ctx.mark_non_differentiable(*(one for i, one in enumerate(wholes) if i not in trained))
+        ctx.mark_non_differentiable(*(whole for i, whole in enumerate(wholes) if i not in trained))
         return tuple(wholes)
 
     @staticmethod
     def backward(ctx, *grads):
         pairs = [*zip(ctx.axes, grads, strict=True)]
-        slices = (None if one is None else axis.slice(one, *place) for place in ctx.places for axis, one in pairs)
+        slices = (None if grad is None else axis.slice(grad, *place) for place in ctx.places for axis, grad in pairs)
         return None, None, None, None, None, *slices
 
 
@@ -139,16 +139,16 @@ def in_slices(
             for i, part in zip(gradients, _Slice.apply(read, own, place, *(parts[i] for i in gradients)), strict=True):
                 parts[i] = part
             del part
-        made = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
+        results = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
         del parts
-        wholes = wholes or [new(i, one.detach()) for i, one in enumerate(made)]
-        if with_graph := {i for i, one in enumerate(made) if one.requires_grad}:
+        wholes = wholes or [new(i, result.detach()) for i, result in enumerate(results)]
+        if with_graph := {i for i, result in enumerate(results) if result.requires_grad}:
             trained |= with_graph
-            written = _Written.apply(wholes, axes, place, *made)
+            written = _Written.apply(wholes, axes, place, *results)
             sums.redirect(written[min(with_graph)])
             places.append(place)
             placeholders += written
         else:
-            _write(wholes, axes, place, made)
-        del made
+            _write(wholes, axes, place, results)
+        del results
     return _Joined.apply(wholes, axes, places, trained, sums, *placeholders) if placeholders else wholes

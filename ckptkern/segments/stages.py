@@ -75,11 +75,11 @@ class Stage:
         return sum(map(bytes_of, self.nodes))
 
     def __str__(self) -> str:
-        found = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
-        named = [name for name in found if name in GEMMS or "attention" in name]
+        counts = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
+        named = [name for name in counts if name in GEMMS or "attention" in name]
         called = dict.fromkeys(call.path or call.run.__name__ for call in self.calls.values())
-        shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + [*called]
-        return ", ".join(shown or list(found)[:2]) + (f" by {self.n}" if self.axes else "")
+        shown = [f"{name} x{counts[name]}" if counts[name] > 1 else name for name in named] + [*called]
+        return ", ".join(shown or list(counts)[:2]) + (f" by {self.n}" if self.axes else "")
 
 
 def is_list(node: fx.Node) -> bool:
@@ -88,7 +88,7 @@ def is_list(node: fx.Node) -> bool:
 
 def size_of(node: fx.Node) -> int:
     value = node.meta["val"]
-    return sum(one.numel() * one.dtype.itemsize for one in (value if is_list(node) else [value]))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in (value if is_list(node) else [value]))
 
 
 def may_be_trained(node: fx.Node) -> bool:
@@ -128,11 +128,11 @@ class Planner:
         self.ancestors: dict[fx.Node, int] = {}
         for node, i in self.order.items():
             inputs = tensors_of(node)
-            if node.op == "call_function" and all(one in self.fixed for one in inputs):
-                size = sum(self.fixed[one] for one in inputs)
+            if node.op == "call_function" and all(source in self.fixed for source in inputs):
+                size = sum(self.fixed[source] for source in inputs)
                 if size_of(node) <= max(size, workspace // SMALL):
                     self.fixed[node] = size
-            self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[one] for one in inputs), 1 << i)
+            self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[source] for source in inputs), 1 << i)
         self.output = next(node for node in graph.nodes if node.op == "output")
 
     def is_there(self, node: fx.Node) -> bool:
@@ -140,7 +140,7 @@ class Planner:
         return node in self.given or node in self.fixed
 
     def plan(self) -> list[Stage]:
-        needed = {one for one in self.output.all_input_nodes if one not in self.given}
+        needed = {node for node in self.output.all_input_nodes if node not in self.given}
         stages: list[Stage] = []
         while needed:
             if len(needed) > MOST or len(stages) > MOST:
@@ -149,7 +149,7 @@ class Planner:
             stages.append(stage)
             self.placed.update(stage.nodes)
             needed.difference_update(stage.results)
-            needed.update(one for one in stage.bases if not self.is_there(one))
+            needed.update(base for base in stage.bases if not self.is_there(base))
         return stages[::-1]
 
     def stage_before(self, needed: set[fx.Node]) -> Stage:
@@ -161,16 +161,18 @@ class Planner:
         others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
         best = max(stages, key=lambda stage: (stage.cost, stage.n))
         best = functools.reduce(self.joined, others, best)
-        best.results = [one for one in needed if one in best.nodes]
+        best.results = [node for node in needed if node in best.nodes]
         return self.finished(best)
 
     def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
         """Returns a stage of an operator that runs as it is, or of a call with all of its results."""
         call = self.call_of(last)
-        results = [one for one in needed if one is last or (call and self.call_of(one) is call)]
+        results = [node for node in needed if node is last or (call and self.call_of(node) is call)]
         nodes = dict.fromkeys((call or last, *results))
-        stage = Stage(nodes={node: Cut([(one, None) for one in tensors_of(node)]) for node in nodes}, results=results)
-        stage.inputs = {one: {None} for node in nodes for one in tensors_of(node) if one not in nodes}
+        stage = Stage(
+            nodes={node: Cut([(source, None) for source in tensors_of(node)]) for node in nodes}, results=results
+        )
+        stage.inputs = {source: {None} for node in nodes for source in tensors_of(node) if source not in nodes}
         return self.finished(stage)
 
     def call_of(self, node: fx.Node) -> fx.Node | None:
@@ -193,20 +195,20 @@ class Planner:
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result, if that shares work with it."""
-        roots = {one: stage.axes[one] for one in stage.results}
+        roots = {node: stage.axes[node] for node in stage.results}
         if other in stage.nodes:  # and what is computed of it nobody else needs
             return self.grown({**roots, other: stage.axes[other]}, stage.n) or stage
         if other in stage.inputs:
             return stage
-        mask = sum(1 << self.order[one] for one in (other, *stage.results))
+        mask = sum(1 << self.order[node] for node in (other, *stage.results))
         wider = []
         for axis, n in axes_of(other):
             if n != stage.n:
                 continue
             grown, alone = self.grown({**roots, other: axis}, n), self.grown({other: axis}, n)
-            if grown is None or alone is None or any(self.ancestors[one] & mask for one in grown.inputs):
+            if grown is None or alone is None or any(self.ancestors[source] & mask for source in grown.inputs):
                 continue
-            common = any(axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items())
+            common = any(axes & stage.inputs.get(source, set()) for source, axes in alone.inputs.items())
             if common or grown.cost < stage.cost + alone.cost:
                 wider.append(grown)
         return max(wider, key=lambda stage: stage.cost, default=stage)
@@ -233,16 +235,16 @@ class Planner:
                 items = [user for user in node.users if user in stage.nodes] if is_list(node) else [node]
                 if not roots.keys().isdisjoint(items):
                     return None
-                for one in items:
-                    stage.inputs[one] = {stage.axes[one]} if stage.nodes.pop(one, None) else axes
+                for source in items:
+                    stage.inputs[source] = {stage.axes[source]} if stage.nodes.pop(source, None) else axes
                 continue
             stage.nodes[node], stage.axes[node] = cut, axis
-            for one, of in cut.inputs:
-                if one not in wanted:
-                    heapq.heappush(heap, (-self.order[one], one))
-                wanted.setdefault(one, set()).add(of)
+            for source, along in cut.inputs:
+                if source not in wanted:
+                    heapq.heappush(heap, (-self.order[source], source))
+                wanted.setdefault(source, set()).add(along)
                 if node in shared:
-                    shared.add(one)
+                    shared.add(source)
         self.pruned(stage)
         return stage
 
@@ -252,7 +254,7 @@ class Planner:
         for node in stage.nodes:
             if name_of(node) in VIEWS:
                 views.setdefault(self.base_of(node), []).append(node)
-        for base in [one for one in stage.inputs if not self.is_there(one)]:
+        for base in [source for source in stage.inputs if not self.is_there(source)]:
             shown = views.get(base, [])
             ends = [
                 node
@@ -293,10 +295,10 @@ class Planner:
         stage.before = sorted(before, key=self.order.__getitem__)
         stage.bases = sorted(bases, key=self.order.__getitem__)
         stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
-        readers = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
-        for one, node in readers.items():
-            if one not in stage.results:
-                stage.last.setdefault(node, []).append(one)
+        readers = {source: node for node in stage.nodes for source in tensors_of(node) if source in stage.nodes}
+        for source, node in readers.items():
+            if source not in stage.results:
+                stage.last.setdefault(node, []).append(source)
         if stage.axes:
             rows = [
                 shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")

@@ -332,11 +332,11 @@ def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
         for poisoned in (places < length, places >= length, places % 2 == 0):
             bad.clear()
             at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
-            found = spread(forward(x.masked_fill(at, float("nan"))))
-            if found is not None and found.any():
+            affected = spread(forward(x.masked_fill(at, float("nan"))))
+            if affected is not None and affected.any():
                 raise ValueError(
                     f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
-                    f"{int(found.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
+                    f"{int(affected.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
                 )
 
 
