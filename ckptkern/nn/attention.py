@@ -23,17 +23,17 @@ def _is_causal_bias(attn_mask: Tensor | None) -> bool:
 
 
 class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
-    """Computes torch.nn.MultiheadAttention, in training and evaluation.
+    """Computes torch.nn.MultiheadAttention.
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 
     query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights).
-    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added and may be
-    trained. A query whose keys are all hidden gives o = 0. attn_mask may be a CausalBias of torch.nn.attention.bias.
+    attn_mask [L, S], [B H, L, S] or torch's CausalBias, key_padding_mask [B, S] or [S]: True = hidden; floating point masks are
+    added and may be trained. A query whose keys are all hidden gives o = 0.
 
-    With need_weights=False and value the same tensor as key, the module is one ckptkern.attention_block, which explains
-    `recompute` and `workspace`. Other calls, also with add_bias_kv, add_zero_attn or nested tensors, run torch's forward as one
-    ckptkern.checkpoint, which saves the inputs; torch raises the errors for wrong arguments.
+    With need_weights=False and key and value the same tensor, the module is one ckptkern.attention_block (see its options).
+    Other calls, also with add_bias_kv, add_zero_attn or nested tensors, run torch's forward as one ckptkern.checkpoint.
+    is_causal: says that attn_mask is the causal mask, which the op then does not read.
     """
 
     torch_class = torch.nn.MultiheadAttention

@@ -33,15 +33,13 @@ TORCHS = ("reduction", "ignore_index", "label_smoothing")
 class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
     """Computes torch.nn.LinearCrossEntropyLoss, the cross-entropy of logits = linear(input), without logits in memory.
 
-    input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
-    is float32. Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes] if `bias`.
+    input [..., in_features]; target int64 [...] of classes or probabilities [..., num_classes]; the loss is float32.
+    Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes].
 
-    out_features: (d_1, ...) as in torch: input [N, in_features], target [N, d_1, ...]; the logits are then computed whole.
-    options: must be None; `workspace` replaces torch's options of chunking.
+    out_features: as in torch; logits are then computed whole. options: must be None; `workspace` replaces torch's chunking.
     linear_weight: a Parameter that becomes linear.weight, such as a tied embedding.
 
-    All other options are those of ckptkern.linear_cross_entropy. With return_lse ... top_k, forward returns a NamedTuple of the
-    loss and these values.
+    See ckptkern.linear_cross_entropy for the other options. With return_lse ... top_k, forward returns a NamedTuple.
     """
 
     torch_class = TORCH_CLASS

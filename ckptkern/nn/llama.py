@@ -26,10 +26,9 @@ def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
 class LlamaAttention(Layer):
     """Computes causal self-attention with grouped heads, rotary embedding and optional RMS norms of each head's q and k.
 
-    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D]; with `bias`
-    also their biases, with `qk_norm` also q_norm.weight and k_norm.weight [D].
-    num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads.
-    rope_theta: None if only tables passed to forward rotate q and k. recompute, workspace: see ckptkern.attention_block.
+    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D], their biases,
+    q_norm.weight and k_norm.weight [D]. num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads.
+    rope_theta: None if forward gets tables. See ckptkern.attention_block for the other options.
     """
 
     def __init__(
@@ -170,9 +169,9 @@ class LlamaDecoderLayer(Layer):
         input_layernorm.weight; self_attn.{q,k,v,o}_proj.weight [, .bias] [, self_attn.{q,k}_norm.weight]
         post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]
 
-    intermediate_size defaults to 4 hidden_size; heads and rope_theta are those of LlamaAttention.
-    qk_norm: RMS norms of q and k, as in Qwen3. dropout: of the attention weights. resid_dropout: of both branches.
-    recompute: a mode, or a pair of modes for attention and MLP. recompute, workspace: see ckptkern.transformer_layer.
+    intermediate_size defaults to 4 hidden_size; heads, qk_norm (Qwen3) and rope_theta are those of LlamaAttention.
+    dropout: of attention weights. resid_dropout: of both branches.
+    recompute: a mode, or a pair for attention and MLP: see ckptkern.transformer_layer.
     """
 
     has_sublayers = True
@@ -227,8 +226,7 @@ class LlamaDecoderLayer(Layer):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
         """Maps x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] to y of the same shape.
 
-        rotary: (cos, sin) of rotary_tables; layers that share the tables save them once. By default the tables for positions
-        0, 1, ... are computed in forward and again in backward.
+        rotary: (cos, sin) of rotary_tables; layers that share the tables save them once. Without it each pass computes them.
         masks: attn_mask (bool, True = visible, or additive), key_padding_mask [B, S] (True = hidden), is_causal (default
         True), window_size, cu_seqlens, max_seqlen.
         """

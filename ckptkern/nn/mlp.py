@@ -21,9 +21,9 @@ from .unmodified import composed, dense, unmodified
 class Linear(Layer, torch.nn.Linear):
     """Computes y = act(x weight^T + bias), torch.nn.Linear with an activation, as one op.
 
-    x [..., in_features] -> y [..., out_features]; weight [out_features, in_features], bias [out_features].
+    x [..., in_features] -> y [..., out_features].
     activation: None for identity, a name in ckptkern.ACTIVATIONS, or a function or module that computes one of these, such as
-    F.silu or nn.GELU(), which is recognised at construction. recompute: see ckptkern.linear_act.
+    F.silu or nn.GELU(). See ckptkern.linear_act for recompute.
     """
 
     torch_class = torch.nn.Linear
@@ -61,10 +61,9 @@ class Linear(Layer, torch.nn.Linear):
 
 
 class LinearStack(Layer):
-    """Runs k Linear + activation layers as one region, which by default saves only its input.
+    """Runs k Linear + activation layers as one region: see ckptkern.linear_stack.
 
     features: k + 1 widths, the input's first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    activation: as in Linear. recompute, workspace: see ckptkern.linear_stack.
     """
 
     def __init__(
@@ -159,10 +158,9 @@ class _FeedForward(Layer):
 
 
 class MLP(_FeedForward):
-    """Computes y = fc2(dropout(act(fc1(x)))), where fc1 and fc2 are nn.Linear.
+    """Computes y = fc2(dropout(act(fc1(x)))), where fc1 and fc2 are nn.Linear: see ckptkern.mlp.
 
     hidden_features defaults to 4 in_features, out_features to in_features.
-    activation: as in Linear. dropout: a probability. recompute, workspace: see ckptkern.mlp.
     """
 
     layers: ClassVar = {"up": "fc1", "down": "fc2"}
@@ -171,10 +169,7 @@ class MLP(_FeedForward):
 
 
 class GatedMLP(_FeedForward):
-    """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))), SwiGLU with Hugging Face Llama's parameter names.
-
-    out_features defaults to in_features. activation: as in Linear. recompute, workspace: see ckptkern.gated_mlp.
-    """
+    """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))), Llama's SwiGLU: see ckptkern.gated_mlp."""
 
     layers: ClassVar = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     gate_proj: torch.nn.Linear
@@ -203,9 +198,8 @@ class GatedMLP(_FeedForward):
 class Experts(Layer):
     """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]) with e = top_k_index[t, j]: see ckptkern.moe_mlp.
 
-    Parameters: gate_up_proj [num_experts, 2 hidden_features, in_features], down_proj [num_experts, in_features,
-    hidden_features] and, with `bias`, gate_up_proj_bias and down_proj_bias, as in transformers 5. Each matrix is initialised as
-    in nn.Linear. activation: as in Linear.
+    Parameters, as in transformers 5: gate_up_proj [num_experts, 2 hidden_features, in_features], down_proj [num_experts,
+    in_features, hidden_features], gate_up_proj_bias, down_proj_bias.
     """
 
     def __init__(

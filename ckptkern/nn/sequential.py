@@ -36,8 +36,7 @@ class _Layers(Layer):
 class Sequential(_Layers, torch.nn.Sequential):
     """Runs a torch.nn.Sequential in segments, each an activation checkpoint.
 
-    segments: as in `ckptkern.checkpoint_sequential`. A bound in bytes, such as "2GiB", measures the layers on fake tensors once
-    for each input shape, dtype, autocast dtype and training flag. options: those of `ckptkern.checkpoint`.
+    segments: as in `ckptkern.checkpoint_sequential`. options: those of `ckptkern.checkpoint`.
     """
 
     torch_class = torch.nn.Sequential
@@ -78,17 +77,15 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
 
 
 class LayerStack(_Layers, torch.nn.ModuleList):
-    """Runs a torch.nn.ModuleList in order, each group of `every` layers as one activation checkpoint.
+    """Runs a list of layers, each group of `every` layers as one activation checkpoint.
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 
     Saved for backward: the input of each group, and `args` and `kwargs` once. Backward recomputes one group at a time, whose
-    layers save what their own modes save. This takes one more forward of all groups but the last, which saves as usual. Use it
-    where saved layer inputs dominate (16 GiB for Llama 8B at 64k tokens).
+    layers save what their own modes save: one more forward of all groups but the last.
     options: those of `ckptkern.checkpoint`.
 
-    Raises TypeError if a layer does not return a tensor. If a model calls the layers one by one, as in transformers, the stack
-    warns; use `ckptkern.convert(model, ..., every=k)`.
+    The stack warns if a model calls its layers one by one, as in transformers: use `ckptkern.convert(model, ..., every=k)`.
     """
 
     shown = ("every", "options")

@@ -134,16 +134,14 @@ def _probability(dropout: torch.nn.Dropout) -> float:
 
 
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
-    """Computes torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer, in training and evaluation.
+    """Computes torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer.
 
-    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched) -> the same shape. Masks: as in MultiheadAttention.
-    recompute: a mode, or a pair of modes for attention and MLP. Saved for backward, besides parameters: src ("full"); src, o
-    and the logsumexp ("selective"); everything ("none"). workspace: see ckptkern.transformer_layer.
+    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention.
+    recompute: a mode, or a pair for attention and MLP. "full" saves src, "selective" also o and the logsumexp.
 
-    A layer with an activation that ckptkern.mlp lacks, or a trained key padding mask, is one ckptkern.checkpoint. Global
-    module hooks see the layer, not its submodules. Nested tensors run torch's layer, for inference only.
-    Under autocast the result has torch's dtype, except after a post-norm on CUDA: a float16 or bfloat16 src keeps its dtype,
-    where torch returns float32.
+    A layer with another activation than ckptkern.ACTIVATIONS, or a trained key padding mask, is one ckptkern.checkpoint. Global
+    module hooks see the layer, not its submodules. Under autocast a post-norm layer on CUDA returns a 16-bit src's dtype, where
+    torch returns float32.
     """
 
     torch_class = torch.nn.TransformerEncoderLayer
@@ -173,8 +171,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """Computes torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
 
-    tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E] -> the shape of tgt. Masks, options and
-    dtypes: as in TransformerEncoderLayer; memory is saved too, and "selective" saves o and the logsumexp of both attentions.
+    tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. See TransformerEncoderLayer for masks and
+    options; memory is saved too, and "selective" saves o and the logsumexp of both attentions.
     """
 
     torch_class = torch.nn.TransformerDecoderLayer
