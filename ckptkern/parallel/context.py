@@ -35,9 +35,9 @@ def _context(mesh: DeviceMesh | dist.ProcessGroup, order: str, exchange: str = "
 def context_parallel(
     mesh: DeviceMesh | dist.ProcessGroup, *, order: str = "contiguous", exchange: str = "gather"
 ) -> Iterator[None]:
-    """Makes attention_block, transformer_layer and layers that call them take x [..., S/n, d] as this rank's rows.
+    """Applies ContextParallel to attention_block, transformer_layer and layers that call them.
 
-    See ContextParallel. ckptkern.checkpoint recomputes in the same context; with torch.utils.checkpoint call backward inside.
+    ckptkern.checkpoint recomputes in the same context; with torch.utils.checkpoint call backward inside.
     """
     outer, ACTIVE.context = ACTIVE.context, _context(mesh, order, exchange)
     try:
@@ -51,7 +51,7 @@ def shard_sequence(
 ) -> Tensor:
     """Returns this rank's rows of x along dim, such as input ids or labels. Differentiable.
 
-    order: as in ContextParallel. Raises ValueError if n ("zigzag": 2 n) does not divide the rows.
+    Raises ValueError if n ("zigzag": 2 n) does not divide the rows.
     """
     context = _context(mesh, order)
     if x.shape[dim] % context.chunks:
@@ -118,9 +118,8 @@ class ContextParallel(ParallelStyle):
     (Ulysses, arXiv 2309.14509).
 
     Saved for backward: 1/n of what the block saves. With equal seeds attention dropout equals the unsplit block's.
-    Raises, in a call, ValueError or ShapeError for rows or heads that do not split evenly, a trained attn_mask, and, under
-    "gather", cu_seqlens with dropout_p, alibi_slopes or windows of later rows; RuntimeError for calls that the op does not
-    cover.
+    Raises ValueError or ShapeError for rows or heads that n does not divide, a trained attn_mask and, with "gather", cu_seqlens
+    with dropout_p, alibi_slopes or windows of later rows.
     """
 
     def __init__(self, *, order: str = "contiguous", exchange: str = "gather"):

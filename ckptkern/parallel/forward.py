@@ -147,9 +147,9 @@ class TensorParallel(ParallelStyle):
     all-reduce; else x and y are equal on all ranks.
 
     Saved for backward: each sublayer's x, and 1/n of what else the mode saves. Dropout equals the unsplit block's. A call that
-    the op does not cover, as with need_weights=True, gathers the parameters.
-    Raises ValueError for heads or hidden units that n does not divide, LoRA, norms over all heads and DTensor parameters; in a
-    call, RuntimeError for different seeds, and for gathering under sequence_parallel or backend("triton").
+    the op does not cover gathers the parameters.
+    Raises ValueError for heads or hidden units that n does not divide, LoRA, norms over all heads and DTensor parameters;
+    RuntimeError for different seeds, and for gathering under sequence_parallel or backend("triton").
     """
 
     def __init__(self, *, sequence_parallel: bool = False):
