@@ -24,7 +24,7 @@ from .stages import Call, Form, Uncut
 
 
 class _Tracing:
-    """Notes the calls that become one operator while a forward is recorded."""
+    """Collects the calls that become one operator while a forward is recorded."""
 
     def __init__(self, root: nn.Module):
         self.paths = {m: path for path, m in root.named_modules()}
@@ -35,12 +35,12 @@ _local = threading.local()
 
 
 class Place(int):
-    """Stands for a tensor in a list of others."""
+    """A tensor's position in a list of tensors."""
 
 
 @contextlib.contextmanager
 def traced_calls(root: nn.Module | None) -> Iterator[_Tracing | None]:
-    """Notes such calls in a block; root: the module that is recorded, None to note nothing."""
+    """Collects such calls inside. root: the module that is recorded; None: nothing is collected."""
     before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
     try:
         yield _local.tracing
@@ -56,11 +56,11 @@ def is_traced() -> bool:
 def traced_call(
     module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict[str, Any], along: str = "nothing"
 ) -> Any:
-    """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
-    may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
+    """Records a call as one operator. module: the called module, or None for a function. forward: runs on fake tensors. along:
+    the axis along which the call may be cut: "tokens", "heads" (of all its arguments) or "nothing"."""
     tensors, form = taken((args, kwargs))
     if any(isinstance(leaf, MutableMapping) for leaf in form[0]):
-        raise Uncut("it hands a mapping on")
+        raise Uncut("its forward passes a mapping to a submodule")
     tracing = _local.tracing
     call = Call(None if module is None else tracing.paths[module], form, forward)
     tracing.calls.append(call)
@@ -70,7 +70,7 @@ def traced_call(
 
 
 def taken(value: Any) -> tuple[list[Tensor], Form]:
-    """Takes the tensors out of a value."""
+    """Returns the tensors in a value, and its form without them."""
     flat, spec = tree_flatten(value)
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     places = iter(range(len(tensors)))
@@ -78,7 +78,7 @@ def taken(value: Any) -> tuple[list[Tensor], Form]:
 
 
 def filled(form: Form, tensors: Sequence[Any]) -> Any:
-    """Returns the value with these tensors."""
+    """Returns the value of this form with these tensors; undoes `taken`."""
     values, spec = form
     return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in values], spec)
 
@@ -103,7 +103,7 @@ torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Counts no calls, and logs no operator that does not run on fake tensors."""
+    """Restores call counts, and silences logs of operators that do not run on fake tensors."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
     was, log.disabled = log.disabled, True
@@ -116,18 +116,18 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 
 class Changed(Uncut):
-    """Says that a forward changes what modules hold."""
+    """Raised if a forward changes the state of modules."""
 
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Gives modules back what they held, and raises Changed if the block changed it: attributes, buffers, containers."""
+    """Restores attributes, buffers and containers of modules afterwards, and raises Changed if the block changed them."""
     held = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
     held += [
         container for m in module.modules() for container in vars(m).values() if type(container) in (list, dict, set)
     ]
     before = [(container, copy.copy(container)) for container in held]
-    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # into which a recording writes in truth
+    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # a recording does write into buffers
     try:
         yield
     finally:
@@ -143,11 +143,11 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 changed = True
                 buffer.copy_(value)
     if changed:
-        raise Changed("its forward changes what a module holds")
+        raise Changed("its forward changes what a module stores")
 
 
 def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
-    """Returns where parameters and buffers are, by id: the path of a module, its dict, and the name there."""
+    """Returns (path of the module, name of its dict, name in the dict) of parameters and buffers, by id."""
     return {
         id(value): (path, kind, name)
         for path, m in module.named_modules()
@@ -157,17 +157,17 @@ def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
 
 
 def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs torch's function; of fake tensors that takes 16 bits alone."""
+    """Runs torch's grouped_mm; on fake tensors, for which torch supports only 16-bit dtypes, returns an empty result."""
     if not isinstance(x, FakeTensor):
         return function(x, weight, *args, **kwargs)
     if (x.dim(), weight.dim()) != (2, 3):
-        raise Uncut("it multiplies groups of other than rows")
+        raise Uncut("its grouped_mm does not group rows")
     return x.new_empty(len(x), weight.shape[-1])
 
 
 class Recording(TorchFunctionMode):
-    """Hides calls from other modes. Gradients are on and off for a forward as they are in training, but no call makes any. What
-    is detached, or made while they are off, is marked by an operator of ours."""
+    """Hides calls from other modes. A forward sees gradients on and off as in training, but no graph is recorded. Tensors that
+    are detached, or computed while gradients are off, are marked by the operator `stopped`."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch._C._set_grad_enabled:
@@ -182,14 +182,14 @@ class Recording(TorchFunctionMode):
             return result
         writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         if writes or name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2] != "_") or "out" in kwargs:
-            raise Uncut("it writes while gradients are off")
+            raise Uncut("its forward writes in place while gradients are off")
         return tree_map_only(
             Tensor, lambda tensor: torch.ops.ckptkern.stopped(tensor) if tensor.is_floating_point() else tensor, result
         )
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors."""
+    """Records a function of fake tensors as a graph."""
     graph_module = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     graph_module.graph.eliminate_dead_code()
     return graph_module
