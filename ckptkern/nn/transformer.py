@@ -137,7 +137,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """Computes torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention.
-    recompute: a mode, or a pair for attention and MLP. "full" saves src, "selective" also o and the logsumexp.
+    recompute: a mode, or a pair for attention and MLP. "full" saves src, "selective" also o and lse.
 
     A layer with another activation than ckptkern.ACTIVATIONS, or a trained key padding mask, is one ckptkern.checkpoint. Global
     module hooks see the layer, not its submodules. Under autocast a post-norm layer on CUDA returns a 16-bit src's dtype, where
@@ -172,7 +172,7 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """Computes torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. See TransformerEncoderLayer for masks and
-    options; memory is saved too, and "selective" saves o and the logsumexp of both attentions.
+    options; memory is saved too, and "selective" saves o and lse of both attentions.
     """
 
     torch_class = torch.nn.TransformerDecoderLayer

@@ -54,7 +54,7 @@ def checkpoint(
     torch.func's transforms nothing is recomputed.
 
     Raises ValueError for use_reentrant=True; ``torch.utils.checkpoint.CheckpointError`` if the recompute differs, or if a
-    parameter, buffer or captured tensor that it reads has been changed in place since.
+    parameter, buffer or captured tensor that it reads has been changed in place since. Changes through ``.data`` are not seen.
     """
     options = dict(
         use_reentrant=use_reentrant,

@@ -271,8 +271,8 @@ REFUSED = [
     ({"x": [1]}, TypeError, "x must be a tensor, not list"),
     ({"fn": 3}, TypeError, "fn must be a function or module of one tensor, not int"),
     ({"fn": lambda x: (x, x)}, TypeError, "must return a tensor, but returned a tuple"),
-    ({"fn": lambda x: x.sum()}, ShapeError, r"got 75 tokens and returned shape \(\)"),
-    ({"fn": lambda x: x[:, :3]}, ShapeError, r"got 75 tokens and returned shape \(2, 3, 8\)"),
+    ({"fn": lambda x: x.sum()}, ShapeError, r"got 75 tokens but returned shape \(\)"),
+    ({"fn": lambda x: x[:, :3]}, ShapeError, r"got 75 tokens but returned shape \(2, 3, 8\)"),
 ]
 
 
