@@ -17,9 +17,7 @@ from .elementwise import NO_DROPOUT, Dropout, wide_of
 
 LEAST_ROWS = 16  # the fewest rows of a block, whatever the workspace
 ROWS = 256  # of a block when there are several: 128 and 512 take 3 % more time, 2,048 take 50 % more (one thread)
-CACHE = (
-    2**24
-)  # bytes of a block on a CPU: more do not fit its cache, and take twice the time (2,048 tokens, one thread)
+CACHE = 2**24  # bytes of a block on a CPU: larger blocks miss its cache, at twice the time (2,048 tokens, one thread)
 
 
 class AttentionCore(NamedTuple):

@@ -104,7 +104,7 @@ class OnPart(Around):
 
 
 class ContextParallel(ParallelStyle):
-    """A style of torch's parallelize_module that splits the sequences of attention blocks over n ranks.
+    """A parallelize_module style that splits the sequences of attention blocks over n ranks.
 
         parallelize_module(model, mesh["cp"], {"layers.*": ContextParallel()})
 

@@ -135,7 +135,7 @@ def _log_whole(reason: str) -> None:
 
 
 class TensorParallel(ParallelStyle):
-    """A style of torch's parallelize_module that splits a fused block over n ranks.
+    """A parallelize_module style that splits a fused block over n ranks.
 
         parallelize_module(model, mesh["tp"], {"layers.*": TensorParallel()})
 

@@ -24,9 +24,7 @@ ASSUMED = 12  # a fused MLP's memory by its result's: the graph does not show it
 SCORES = 4  # tensors like attention's scores that are alive at once
 SMALL = 16  # values up to 1/16 of the workspace are recomputed for each stage that reads them
 JOINED = 8  # further results that a stage tries to take
-LAUNCHED = (
-    2**16
-)  # most operators in all slices of a stage, which bounds their time: a loop over tokens gets fewer slices
+LAUNCHED = 2**16  # the most operators in all slices of a stage, which bounds their time, as of a loop over tokens
 MOST = 64  # nothing is cut with more values between stages
 
 

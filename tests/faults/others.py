@@ -481,7 +481,7 @@ CSRC = [
     Fault(
         "parts: what is fused in a layer that is not cut saves its hidden layer",
         "ckptkern/segments/parts.py",
-        "with «own_modes()»:  # what is fused inside bounds its own memory",
+        "with «own_modes()»:  # fused layers inside bound their own memory",
         "torch.enable_grad()",
         ("tests/conversion/test_parts.py -k not_cut",),
     ),
