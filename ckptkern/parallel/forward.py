@@ -144,7 +144,7 @@ class TensorParallel(ParallelStyle):
     split by rows, output and down projections by columns; others, also packed weights, are replicated.
 
     sequence_parallel: x and y [..., S/n, d] are this rank's rows, and an all-gather and a reduce-scatter replace the
-    all-reduce; else x and y are equal on all ranks.
+    all-reduce; else both are equal on all ranks.
 
     Saved for backward: each sublayer's x, and 1/n of what else the mode saves. Dropout equals the unsplit block's. A call that
     the op does not cover gathers the parameters.
