@@ -29,7 +29,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
 
     query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights).
     attn_mask [L, S], [B H, L, S] or torch's CausalBias, key_padding_mask [B, S] or [S]: True = hidden; floating point masks are
-    added and may be trained.
+    added and may be trained. A query whose keys are all hidden gives o = 0.
 
     With need_weights=False and key and value the same tensor, the module is one ckptkern.attention_block (see its options).
     Other calls, also with add_bias_kv, add_zero_attn or nested tensors, run torch's forward as one ckptkern.checkpoint.
