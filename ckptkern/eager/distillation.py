@@ -108,7 +108,7 @@ def divergence_bwd(
     *,
     db: bool,
 ) -> Tensor | None:
-    """Writes the gradient of sum(dy D), dy [M], by the logits before scale and softcap to `out`; returns its row sum if
+    """Writes the gradient of sum(dy D), dy [M], for the logits before scale and softcap to `out`; returns its sum over rows if
     `db`."""
     head = student.head
     u, z = head_logits(*student, out)

@@ -23,7 +23,7 @@ def _is_causal_bias(attn_mask: Tensor | None) -> bool:
 
 
 class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
-    """Computes torch.nn.MultiheadAttention.
+    """Replaces torch.nn.MultiheadAttention.
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 

@@ -31,7 +31,7 @@ TORCHS = ("reduction", "ignore_index", "label_smoothing")
 
 
 class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
-    """Computes torch.nn.LinearCrossEntropyLoss, the cross-entropy of logits = linear(input), without logits in memory.
+    """Replaces torch.nn.LinearCrossEntropyLoss: the cross-entropy of logits = linear(input), without logits in memory.
 
     input [..., in_features]; target int64 [...] of classes or probabilities [..., num_classes]; the loss is float32.
     Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes].

@@ -93,7 +93,7 @@ class Layer(torch.nn.Module):
 
 
 class Dropout(Layer, torch.nn.Dropout):
-    """Computes torch.nn.Dropout; backward samples the mask again. `inplace` copies the result back into the input."""
+    """Replaces torch.nn.Dropout; backward samples the mask again. `inplace` copies the result back into the input."""
 
     torch_class = torch.nn.Dropout
     shown = ("p", "inplace")

@@ -134,7 +134,7 @@ def _probability(dropout: torch.nn.Dropout) -> float:
 
 
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
-    """Computes torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer.
+    """Runs torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention.
     recompute: a mode, or a pair for attention and MLP. "full" saves src, "selective" also o and lse.
@@ -169,7 +169,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
-    """Computes torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
+    """Runs torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. See TransformerEncoderLayer for masks and
     options; memory is saved too, and "selective" saves o and lse of both attentions.

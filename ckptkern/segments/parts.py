@@ -36,7 +36,7 @@ from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 aten = torch.ops.aten
 PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 DEPTH = 2  # levels of slices within slices
-GROWTHS = 3  # a call is planned anew so often because a module's state changed, such as a table for longer calls
+GROWTHS = 3  # times that a call is planned anew because a module's state changed, such as a table for longer calls
 PLANS = 64  # remembered plans of a layer
 
 

@@ -20,7 +20,7 @@ from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, sha
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward; backward needs none of their results
 FLOOR = 32  # rows of a matmul in the shortest slice: shorter slices cost more than they save
-ASSUMED = 12  # a fused MLP's memory by its result's: the graph does not show its inside
+ASSUMED = 12  # a fused MLP's memory in sizes of its result: the graph does not show its inside
 SCORES = 4  # tensors like attention's scores that are alive at once
 SMALL = 16  # values up to 1/16 of the workspace are recomputed for each stage that reads them
 JOINED = 8  # further results that a stage tries to take

@@ -30,7 +30,7 @@ from .sequential import on_fakes, saved_by, storages_of
 from .slices import in_slices
 
 FLOOR = 128  # tokens of the shortest default chunk: shorter matmuls cost more than they save
-ASSUMED = 32  # a token's transient bytes by its input's, under torch.compile, where nothing is measured
+ASSUMED = 32  # a token's transients in sizes of its input, under torch.compile, where nothing is measured
 _NOT_FAKEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -258,7 +258,7 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
 # -- check ------------------------------------------------------------------------------------------------------------
 
 
-NEAR, NEAR_16_BIT = 1e-4, 2e-2  # rounding differences between a chunk and the whole, by the largest output
+NEAR, NEAR_16_BIT = 1e-4, 2e-2  # allowed difference of a chunk from the whole, relative to the largest output
 
 
 @torch.no_grad()
