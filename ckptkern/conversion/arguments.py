@@ -91,13 +91,13 @@ class Arguments:
     switches: dict[str, nn.Module]
 
     def __call__(self, call: Inputs) -> Any:
-        found = self.template | {name: get(call) for name, get in self.live}
+        arguments = self.template | {name: get(call) for name, get in self.live}
         for name, layer in self.switches.items():
             if getattr(layer, SWITCH):
-                del found[name]
-        if self.switches and not found:
+                del arguments[name]
+        if self.switches and not arguments:
             return None
-        return found if self.kind is dict else self.kind(found.values())
+        return arguments if self.kind is dict else self.kind(arguments.values())
 
 
 SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left out for now, as in disable_adapter()?
@@ -115,10 +115,10 @@ def switch_of(module: nn.Module, update: Update) -> str | None:
 
 def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
     """(path, name) of the attributes that each call reads anew."""
-    switches = (switch_of(module, one) for one in templates(template, Update))
+    switches = (switch_of(module, update) for update in templates(template, Update))
     return {
-        *((one.path, one.attribute) for one in templates(template, Probability)),
-        *((one.path, SCALING) for one in templates(template, Scale)),
+        *((probability.path, probability.attribute) for probability in templates(template, Probability)),
+        *((scale.path, SCALING) for scale in templates(template, Scale)),
         *((path, SWITCH) for path in switches if path is not None),
     }
 
@@ -126,15 +126,15 @@ def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
 @contextlib.contextmanager
 def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
     """With other scales of low-rank updates. Yields whether there are any."""
-    held = {one: getattr(module.get_submodule(one.path), SCALING) for one in templates(template, Scale)}
-    before = {one: scales[one.adapter] for one, scales in held.items()}
-    for i, (one, scales) in enumerate(held.items()):
-        scales[one.adapter] = (1.5 + i) * before[one]
+    held = {scale: getattr(module.get_submodule(scale.path), SCALING) for scale in templates(template, Scale)}
+    before = {scale: scales[scale.adapter] for scale, scales in held.items()}
+    for i, (scale, scales) in enumerate(held.items()):
+        scales[scale.adapter] = (1.5 + i) * before[scale]
     try:
         yield bool(held)
     finally:
-        for one, scales in held.items():
-            scales[one.adapter] = before[one]
+        for scale, scales in held.items():
+            scales[scale.adapter] = before[scale]
 
 
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
@@ -153,18 +153,18 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     if isinstance(value, Scale):
         return partial(scale_of, module.get_submodule(value.path), value.adapter)
     if isinstance(value, (dict, tuple, list)):
-        found = arguments_getter(module, value)
-        return found if found.live else None
+        arguments = arguments_getter(module, value)
+        return arguments if arguments.live else None
     return None
 
 
 def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Arguments:
     kind = next(kind for kind in (dict, tuple, list) if isinstance(template, kind))
-    given = template if kind is dict else dict(enumerate(template))
-    live = [(name, get) for name, one in given.items() if (get := getter(module, one))]
-    paths = {name: switch_of(module, one) for name, one in given.items() if isinstance(one, Update)}
+    values = template if kind is dict else dict(enumerate(template))
+    live = [(name, get) for name, value in values.items() if (get := getter(module, value))]
+    paths = {name: switch_of(module, value) for name, value in values.items() if isinstance(value, Update)}
     switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
-    return Arguments(given, live, kind, switches)
+    return Arguments(values, live, kind, switches)
 
 
 # Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.

@@ -62,18 +62,18 @@ def read_attention(steps: Steps, node: Node) -> Reading:
         return _of_module(steps, node)
     out = steps.linear(node, "the branch's end")
     gate, inner = None, out.input
-    for one, o in inner.pairs if inner.is_function("mul") else ():
-        one = steps.strip(one)
-        if one.is_function("sigmoid") or isinstance(steps.leaf(one), nn.Sigmoid):
-            gate, inner = steps.input_of(one), steps.strip(o)  # o * sigmoid(linear(x))
+    for sigmoid, o in inner.pairs if inner.is_function("mul") else ():
+        sigmoid = steps.strip(sigmoid)
+        if sigmoid.is_function("sigmoid") or isinstance(steps.leaf(sigmoid), nn.Sigmoid):
+            gate, inner = steps.input_of(sigmoid), steps.strip(o)  # o * sigmoid(linear(x))
             break
     core, k = read_core(steps, inner), Projection()
-    q, v = (projection(steps, one, Projection()) for one in (core.query, core.value))
+    q, v = (projection(steps, operand, Projection()) for operand in (core.query, core.value))
     for part in joined_of(steps, core.key):
         k = projection(steps, part, k)
     if v.norms or v.outside or v.factor != 1.0 or v.unit:
         raise Unreadable("v is changed between its projection and core attention")
-    kv_a = [one for one in k.linears if one not in v.linears]
+    kv_a = [linear for linear in k.linears if linear not in v.linears]
     if gate is None and len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2:
         if q.norms or k.norms:
             raise Unreadable("q or k of latent attention is changed between its projection and core attention")
@@ -101,44 +101,46 @@ def read_attention(steps: Steps, node: Node) -> Reading:
 # -- what is before it
 
 
-def projection(steps: Steps, node: Node, found: Projection, apart: bool = False) -> Projection:
+def projection(steps: Steps, node: Node, result: Projection, apart: bool = False) -> Projection:
     """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
-        if node not in found.linears:
+        if node not in result.linears:
             steps.layers_read += 1
-            found.linears += (node,)
-        return found
+            result.linears += (node,)
+        return result
     if node.kind in ("argument", "constant", "parameter"):
-        if node not in found.outside:
-            found.outside += (node,)
-        found.from_first_row &= _from_first_row(view)
-        return found
+        if node not in result.outside:
+            result.outside += (node,)
+        result.from_first_row &= _from_first_row(view)
+        return result
     how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
     is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
-        if node not in found.norms:
-            found.norms += (node,)
+        if node not in result.norms:
+            result.norms += (node,)
     elif node.is_function("normalize") and is_unit:
-        found.unit = True
+        result.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif (factor := steps.factor(node)) is not None:
-        found.factor *= factor
-    found.is_complex |= node.is_function("view_as_complex")
-    for one in node.inputs:
-        if apart or _reads_linear(steps, one):
-            found = projection(steps, one, found, apart)
+        result.factor *= factor
+    result.is_complex |= node.is_function("view_as_complex")
+    for operand in node.inputs:
+        if apart or _reads_linear(steps, operand):
+            result = projection(steps, operand, result, apart)
             continue
         try:
-            found = projection(steps, one, replace(found), True)
+            result = projection(steps, operand, replace(result), True)
         except Unreadable:
-            found.outside += (one,)  # a table that is computed
-    return found
+            result.outside += (operand,)  # a table that is computed
+    return result
 
 
 def _reads_linear(steps: Steps, node: Node) -> bool:
-    return steps.linear_of(steps.strip(node)) is not None or any(_reads_linear(steps, one) for one in node.inputs)
+    return steps.linear_of(steps.strip(node)) is not None or any(
+        _reads_linear(steps, operand) for operand in node.inputs
+    )
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -152,11 +154,11 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
     """(arguments, the node that the projections read, choices)."""
-    if any(len(one.linears) != 1 for one in (q, k, v)):
+    if any(len(part.linears) != 1 for part in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
-    nodes = [one.linears[0] for one in (q, k, v)]
-    layers = [steps.linear(one, "a projection") for one in nodes]
-    crossing = _crossing(*(one.input for one in layers))
+    nodes = [part.linears[0] for part in (q, k, v)]
+    layers = [steps.linear(node, "a projection") for node in nodes]
+    crossing = _crossing(*(layer.input for layer in layers))
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
     gated = {}
     if gate is nodes[0]:
@@ -181,9 +183,9 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
     if nodes[1] is nodes[2]:  # q, and k with v
         layers[1:] = layers[1].rows(0, 2), layers[1].rows(1, 2)
-    biases = [one.bias for one in layers]
+    biases = [layer.bias for layer in layers]
     arguments = {
-        "qkv_weight": [one.weight for one in layers],
+        "qkv_weight": [layer.weight for layer in layers],
         "qkv_bias": biases if any(b is not None for b in biases) else None,
         "num_heads": rows // D,
         "num_kv_heads": layers[1].out_features // D,
@@ -220,13 +222,13 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
         raise Unreadable("q and k do not have one norm each")
-    found = [steps.norm(one.norms[0]) for one in (q, k)]
-    if found[0].kind != found[1].kind or found[0].eps != found[1].eps:
-        raise Unreadable(f"two kinds of norm of q and k: {found[0]} and {found[1]}")
-    if any(one.weight is None for one in found):
+    norms = [steps.norm(part.norms[0]) for part in (q, k)]
+    if norms[0].kind != norms[1].kind or norms[0].eps != norms[1].eps:
+        raise Unreadable(f"two kinds of norm of q and k: {norms[0]} and {norms[1]}")
+    if any(norm.weight is None for norm in norms):
         raise Unreadable("norms of q and k without a weight")
-    pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
-    return {"qk_norm": pairs, "qk_norm_eps": found[0].eps, "qk_norm_kind": found[0].kind}
+    pairs = tuple(norm.weight if norm.bias is None else (norm.weight, norm.bias) for norm in norms)
+    return {"qk_norm": pairs, "qk_norm_eps": norms[0].eps, "qk_norm_kind": norms[0].kind}
 
 
 def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
@@ -235,14 +237,14 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
         return [{"rotary": None}]
-    if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
-        tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
+    if len(q.outside) == 2 and all(table.kind == "function" and 1 in table.shape[1:3] for table in q.outside):
+        tables = tuple(Computed(call(Tensor.squeeze, table, 1 if table.shape[1] == 1 else 2)) for table in q.outside)
         return [{"rotary": tables, "rotary_interleaved": interleaved} for interleaved in (False, True)]
-    kinds = [one.kind for one in q.outside]
+    kinds = [table.kind for table in q.outside]
     is_complex = q.is_complex and k.is_complex and kinds == ["argument"]
     if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
-        found = ", ".join(map(steps.describe, q.outside))
-        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {found}")
+        names = ", ".join(map(steps.describe, q.outside))
+        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {names}")
     if not (q.from_first_row and k.from_first_row):
         raise Unreadable("rotary tables that are not read from their first row")
     if is_complex:
@@ -251,7 +253,9 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
     return [
         {
-            "rotary": tuple((Argument if one.kind == "argument" else Weight)(one.source, form) for one in q.outside),
+            "rotary": tuple(
+                (Argument if table.kind == "argument" else Weight)(table.source, form) for table in q.outside
+            ),
             "rotary_interleaved": interleaved,
         }
         for form, interleaved in forms
@@ -288,11 +292,11 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
 
 def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
     """attn_mask and is_causal, from what is added to the scores or hides some. seen: is emptied."""
-    found, causal = [], False
+    pairs, causal = [], False
     while seen:
-        one = seen.pop()
-        node = steps.strip(one)
-        if is_causal_buffer(steps, one):
+        addend = seen.pop()
+        node = steps.strip(addend)
+        if is_causal_buffer(steps, addend):
             causal = True
         elif node.is_function("add", of=2):
             seen += node.inputs
@@ -304,17 +308,17 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
             else:
                 causal = True  # a guess, which must hold for another length too
         else:
-            alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (one, node))  # it may be expanded
-            found.append((alike, _mask(steps, one, sliced)))
-    if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
-        if any(isinstance(mask, Argument) for _, mask in found):
-            raise Unreadable(f"{len(found)} masks are added")
+            alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (addend, node))  # it may be expanded
+            pairs.append((alike, _mask(steps, addend, sliced)))
+    if len(pairs) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
+        if any(isinstance(mask, Argument) for _, mask in pairs):
+            raise Unreadable(f"{len(pairs)} masks are added")
         sums: dict[bool, Node] = {}
-        for alike, mask in found:
+        for alike, mask in pairs:
             sums[alike] = call(torch.add, sums[alike], mask.node) if alike in sums else mask.node
-        found = [(alike, Computed(node)) for alike, node in sums.items()]
+        pairs = [(alike, Computed(node)) for alike, node in sums.items()]
     # of two masks the first may be trained: that is a bias, which differs from head to head
-    masks = [mask for _, mask in sorted(found, key=lambda one: one[0])]
+    masks = [mask for _, mask in sorted(pairs, key=lambda pair: pair[0])]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
@@ -418,13 +422,13 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
         raise Unreadable("latent attention with low-rank updates")
-    found = layers_as(**layers)
+    arguments = layers_as(**layers)
     for name, norm in norms.items():
         if norm.kind != "rms" or norm.bias is not None:
             raise Unreadable("a norm of a latent that is not an RMS norm")
         if norm.weight is None:
             raise Unreadable("a norm of a latent without a weight")
-        if found.setdefault("latent_norm_eps", norm.eps) != norm.eps:
+        if arguments.setdefault("latent_norm_eps", norm.eps) != norm.eps:
             raise Unreadable("norms of latents that differ in their epsilon")
-        found[f"{name}_norm_weight"] = norm.weight
-    return found, x
+        arguments[f"{name}_norm_weight"] = norm.weight
+    return arguments, x

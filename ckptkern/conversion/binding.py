@@ -67,13 +67,15 @@ class Original:
     def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
         self.forward, self.made = forward, []
         self.reads = [
-            one for one in (*module.parameters(), *flat) if isinstance(one, Tensor) and not one.is_inference()
+            tensor
+            for tensor in (*module.parameters(), *flat)
+            if isinstance(tensor, Tensor) and not tensor.is_inference()
         ]
-        self.versions = [one._version for one in self.reads]
+        self.versions = [tensor._version for tensor in self.reads]
 
     def leaf(self, at: int) -> Tensor:
         if not self.made:
-            if [one._version for one in self.reads] != self.versions:
+            if [tensor._version for tensor in self.reads] != self.versions:
                 raise RuntimeError(
                     "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
                     "their layer has changed since the call; read them before the optimizer's step"
@@ -91,9 +93,9 @@ class Unread(Tensor):
 
     @staticmethod
     def __new__(cls, original: Original, at: int, like: Tensor) -> Unread:
-        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
-        made.original, made.at = original, at
-        return made
+        placeholder = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
+        placeholder.original, placeholder.at = original, at
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -104,8 +106,8 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        def values(one: Tensor) -> Tensor:
-            return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
+        def values(tensor: Tensor) -> Tensor:
+            return tensor.__dict__["original"].leaf(tensor.__dict__["at"]) if type(tensor) is Unread else tensor
 
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -161,15 +163,15 @@ class Segment:
         self.router = module.get_submodule(reading.logits_of) if reading.logits_of else None
         self.attends = self.op in ATTENDING
         self.arguments = arguments_getter(module, template)
-        self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
-        found = {one.index for one in templates(template, Argument)}
+        self.inputs = [x, *(argument.index for argument in named(template, "key_value", "top_k_weights"))]
+        indices = {argument.index for argument in templates(template, Argument)}
         self.conditions, self.computes = conditions(template), any(templates(template, Computed))
         # of two masks of an attention, the first may be trained
         masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
-        self.biases = [one.index for one, *_ in masks if isinstance(one, Argument)]
+        self.biases = [first.index for first, *_ in masks if isinstance(first, Argument)]
         self.excludes = any(values_of(template, "mask_is_exclusion"))
-        found |= {i for _, *second in masks for i in conditions(second)}
-        self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
+        indices |= {i for _, *second in masks for i in conditions(second)}
+        self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op forms no gradient of these
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
     def given(self, flat: list[Any]) -> dict[str, Any]:
@@ -292,7 +294,7 @@ class Forward:
 
         Not without gradients: a model in training mode may generate, and reads its caches.
         """
-        if not (torch.is_grad_enabled() and self.module.training) or any(one.get_seq_length() for one in caches):
+        if not (torch.is_grad_enabled() and self.module.training) or any(cache.get_seq_length() for cache in caches):
             return False
         warn_once("cache", LEFT_EMPTY, 4)
         return True
@@ -343,9 +345,11 @@ class Fused(Forward):
 
     def watch_anew(self) -> None:
         """Takes the inside as it is now for what was checked."""
-        segments = [one for one in self.segments.values() if one is not None]
-        live = live_attributes(self.module, [one.template for one in segments])
-        self.watch = Watch(self.module, self.form.reads, live, {one.reading.logits_of for one in segments} - {""})
+        segments = [segment for segment in self.segments.values() if segment is not None]
+        live = live_attributes(self.module, [segment.template for segment in segments])
+        self.watch = Watch(
+            self.module, self.form.reads, live, {segment.reading.logits_of for segment in segments} - {""}
+        )
 
     def segment_of(self, pattern: tuple) -> Segment | None:
         segment = self.segments.get(pattern, UNSEEN)
@@ -397,9 +401,11 @@ class Fused(Forward):
 
     @property
     def is_token_wise(self) -> bool:
-        found = [one for one in self.segments.values() if one is not None]
+        segments = [segment for segment in self.segments.values() if segment is not None]
         # a mask that a slice samples, its recompute would sample anew
-        return all(one.op in TOKEN_WISE and not any(templates(one.template, Probability)) for one in found)
+        return all(
+            segment.op in TOKEN_WISE and not any(templates(segment.template, Probability)) for segment in segments
+        )
 
     def traced(self, *args, **kwargs):
         flat: list[Any] = []
@@ -497,7 +503,7 @@ class General(Forward):
 def kinds_inside(forward: Forward) -> list[tuple]:
     """Returns what runs the modules inside that are converted."""
     inside = [(path, forward_of(m)) for path, m in forward.module.named_modules() if m is not forward.module]
-    return [(path, type(one), one.is_token_wise) for path, one in inside if one is not None]
+    return [(path, type(inner), inner.is_token_wise) for path, inner in inside if inner is not None]
 
 
 class Own(Forward):
@@ -569,17 +575,17 @@ class Group:
 
     def regions(self, ran: bool) -> list[list[str]]:
         """The names of the layers of each region: of those that were formed, if a training call ran."""
-        made: list[list[str]] = []
+        regions: list[list[str]] = []
         for place, name in enumerate(self.names):
             if place and (place in self.joined or not ran):
-                made[-1].append(name)
+                regions[-1].append(name)
             else:
-                made.append([name])
-        return [names for names in made if len(names) > 1]
+                regions.append([name])
+        return [names for names in regions if len(names) > 1]
 
     def call(self, forward: Forward, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         module = forward.module
-        caches = [one for one in (*args, *kwargs.values()) if is_cache(one)]
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if (
             not torch.is_grad_enabled()
             or is_compiling()  # Dynamo does not trace saved-tensor hooks
@@ -634,15 +640,15 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
 
 def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
-    found = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
+    pairs = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
     for module in model.modules():
         attributes = vars(module)
         names = OF_DROP_IN if ORIGINAL_CLASS in attributes else ()
         if isinstance(attributes.get("forward"), (Forward, masks.Unpacked)):
             names = (*names, "forward")
-        found.append((attributes, names))
+        pairs.append((attributes, names))
     return [
-        (attributes, {name: attributes[name] for name in names if name in attributes}) for attributes, names in found
+        (attributes, {name: attributes[name] for name in names if name in attributes}) for attributes, names in pairs
     ]
 
 

@@ -59,21 +59,21 @@ def held_by(module: nn.Module) -> list[tuple[str, int]]:
     """The names and lengths of the lists, dicts and sets that modules inside hold, and the names and ids of tensors in tuples:
     a state that the next call reads, which a recompute would find changed."""
     held = [item for m in module.modules() for item in m.__dict__.items()]
-    found = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
-    return found + [(name, id(one)) for name, value in held if type(value) is tuple for one in tensors_in(value)]
+    sizes = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
+    return sizes + [(name, id(tensor)) for name, value in held if type(value) is tuple for tensor in tensors_in(value)]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
     """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
-    made = General(module, recompute)
+    checkpoint = General(module, recompute)
     if not holds_sharded(module):  # a forward that no backward follows would leave their state open
-        args, kwargs = without_caches(mapped(lambda one: one, call))  # it may empty a list that it is given
+        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # it may empty a list that it is given
         # whatever a forward makes of its call in training
         with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
-            made = General(module, recompute, decides(module.forward, *args, **kwargs))
-            made.cut((args, kwargs))
-    return made
+            checkpoint = General(module, recompute, decides(module.forward, *args, **kwargs))
+            checkpoint.cut((args, kwargs))
+    return checkpoint
 
 
 class Around:
@@ -95,13 +95,13 @@ class Around:
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
-            return torch.cat([one.flatten() for one in tensors_in(run(*args, **kwargs)) if one.requires_grad])
+            return torch.cat([tensor.flatten() for tensor in tensors_in(run(*args, **kwargs)) if tensor.requires_grad])
 
         with seeded(), unmoved(self.module), random_parameters(self.module):
             self.module.train()
             call, before, states = mapped(wide, self.call), held_by(self.module), drawn_elsewhere()
             trained = [p for p in self.module.parameters() if p.requires_grad]
-            found = results(outputs, leaves_of(call), [self.x], trained)
+            tensors = results(outputs, leaves_of(call), [self.x], trained)
             if filled := dict(set(held_by(self.module)) - set(before)):
                 raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
             if states != drawn_elsewhere():
@@ -110,21 +110,21 @@ class Around:
                     "recompute samples others. Draw from torch's"
                 )
             left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
-            return found, [*left, *settings(self.module)]
+            return tensors, [*left, *settings(self.module)]
 
     def check(self, forward: General, wanted: tuple[list[Tensor | None], list[Any]] | None = None) -> float:
         """Returns the largest relative error of a training step with this checkpoint. wanted: what `step` returns without it.
         Raises Unreadable if it gives or leaves something else."""
-        (theirs, left), (ours, found) = wanted or self.step(self.module.forward), self.step(forward)
+        (theirs, left), (ours, ours_left) = wanted or self.step(self.module.forward), self.step(forward)
         error = difference(ours, theirs)
         if not error <= TOLERANCE:
             raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
-        for one, other in zip(left, found, strict=True):
-            if isinstance(one, dict) and one != other:
+        for expected, other in zip(left, ours_left, strict=True):
+            if isinstance(expected, dict) and expected != other:
                 raise Unreadable(
-                    f"no activation checkpoint either: its forward changes {dict(one.items() ^ other.items())}"
+                    f"no activation checkpoint either: its forward changes {dict(expected.items() ^ other.items())}"
                 )
-            if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True):
+            if isinstance(expected, Tensor) and not torch.allclose(expected, other, rtol=TOLERANCE, equal_nan=True):
                 raise Unreadable("no activation checkpoint either: its forward changes a buffer")
         if forward.parts is not None:
             self.check_parts(forward, theirs)
@@ -226,10 +226,10 @@ class Record(Step):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for i, one in enumerate(func._schema.arguments):
-            if one.alias_info is not None and one.alias_info.is_write:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
                 self.writes += 1
-                written = self.others(args[i] if i < len(args) else kwargs.get(one.name))
+                written = self.others(args[i] if i < len(args) else kwargs.get(argument.name))
                 self.written |= dict.fromkeys(written, self.writes)
         return func(*args, **kwargs)
 
@@ -297,9 +297,9 @@ class Cuts:
     cut between its layers?"""
 
     def __init__(
-        self, record: Record, allowed: Container[nn.Module], given: Collection[nn.Module] = (), slices: bool = True
+        self, record: Record, allowed: Container[nn.Module], fixed: Collection[nn.Module] = (), slices: bool = True
     ):
-        self.record, self.allowed, self.given, self.slices = record, allowed, given, slices
+        self.record, self.allowed, self.given, self.slices = record, allowed, fixed, slices
         self.names = {module: name for name, module in record.model.named_modules()}
         self.calls: dict[nn.Module, list[Called]] = {}
         for called in record.called:
@@ -312,23 +312,23 @@ class Cuts:
             for m, name in self.names.items()
             if m in allowed and m._modules and runs_class_forward(m) and (is_member(name, m) or has_convolutions(m))
         }
-        whole = whole.difference(self.holds, (record.model,)).union(given).intersection(self.calls)
-        self.whole = {m: {one: Cut(record, [one], m) for one in self.calls[m]} for m in whole}
+        whole = whole.difference(self.holds, (record.model,)).union(fixed).intersection(self.calls)
+        self.whole = {m: {called: Cut(record, [called], m) for called in self.calls[m]} for m in whole}
 
     def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
         """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
         cuts = self.whole.get(called.module, {})
-        if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts.values())):
+        if called.module in self.given or (cuts and all(cut.size <= bound and cut.gains for cut in cuts.values())):
             yield cuts[called]
             return
         first, is_list = 0, self.is_list(called)
         while first < len(called.inner):
-            one, cut = called.inner[first], self.run(called, first, bound) if is_list else None
+            inner, cut = called.inner[first], self.run(called, first, bound) if is_list else None
             if cut is not None:
                 yield cut
-            elif not is_converted(one.module):
-                yield from self.within(bound, one)
+            elif not is_converted(inner.module):
+                yield from self.within(bound, inner)
             first = first + 1 if cut is None else cut.layers[1]
 
     def is_list(self, called: Called) -> bool:
@@ -340,7 +340,7 @@ class Cuts:
             and type(module) is nn.Sequential
             and runs_class_forward(module)
             and len(self.calls[module]) == 1
-            and [one.module for one in called.inner] == list(module)
+            and [inner.module for inner in called.inner] == list(module)
             and self.kinds[tuple(map(type, module))] == 1
             and module in self.allowed
             and has_convolutions(module)
@@ -350,7 +350,9 @@ class Cuts:
         """Returns the longest run of torch's layers from the first on that is a checkpoint within the bound; None if the first
         is to be looked into."""
         layers = called.inner[first:]
-        most = next((i for i, one in enumerate(layers) if one.module in self.holds or one.module._modules), len(layers))
+        most = next(
+            (i for i, layer in enumerate(layers) if layer.module in self.holds or layer.module._modules), len(layers)
+        )
         for count in range(most, 1, -1):
             cut = Cut(self.record, layers[:count], called.module, (first, first + count))
             if cut.size <= bound and cut.gains:
@@ -383,16 +385,16 @@ class Cuts:
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
         """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
         not lower the peak."""
-        own = [cuts.values() for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
+        own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.given for inner in m.modules())]
         lists = filter(self.is_list, self.record.called)
         # of runs from the first layer on, of each list
-        runs = {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
-        sizes = sorted({one.size for cuts in own for one in cuts} | runs)
+        runs = {sum(self.record.between(outer.start, inner.stop).values()) for outer in lists for inner in outer.inner}
+        sizes = sorted({cut.size for cuts in own for cut in cuts} | runs)
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
-        found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
+        candidates = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
         most = math.inf if is_asked else LOWER * self.peak(list(self.within(-1)))[0]
-        lower = [one for one in found if one[0] <= most]
-        return min(lower, key=lambda one: of(*one[:2]))[2] if lower else []
+        lower = [candidate for candidate in candidates if candidate[0] <= most]
+        return min(lower, key=lambda candidate: of(*candidate[:2]))[2] if lower else []
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -405,7 +407,7 @@ def is_member(name: str, module: nn.Module) -> bool:
 
 
 def has_convolutions(module: nn.Module) -> bool:
-    return any(isinstance(one, _ConvNd) for one in module.modules())
+    return any(isinstance(inner, _ConvNd) for inner in module.modules())
 
 
 def may_be_found(model: nn.Module) -> bool:
@@ -422,11 +424,11 @@ def outside_of_converted(model: nn.Module) -> set[nn.Module]:
 
 def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
     """Returns (a module, its runs of layers, or one cut of all of it) of each module."""
-    found: dict[nn.Module, list[Cut]] = {}
+    grouped: dict[nn.Module, list[Cut]] = {}
     for cut in cuts:
-        if cut.layers is not None or cut.module not in found:  # it may be called again
-            found.setdefault(cut.module, []).append(cut)
-    return list(found.items())
+        if cut.layers is not None or cut.module not in grouped:  # it may be called again
+            grouped.setdefault(cut.module, []).append(cut)
+    return list(grouped.items())
 
 
 def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:

@@ -45,12 +45,12 @@ def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
 def regardless_of_precision(pattern: tuple) -> tuple:
     """The pattern with one dtype for all that are floating point: autocast changes them, and no check depends on them."""
     return tuple(
-        regardless_of_precision(one)
-        if isinstance(one, tuple)
+        regardless_of_precision(item)
+        if isinstance(item, tuple)
         else torch.float32
-        if isinstance(one, torch.dtype) and one.is_floating_point
-        else one
-        for one in pattern
+        if isinstance(item, torch.dtype) and item.is_floating_point
+        else item
+        for item in pattern
     )
 
 
@@ -68,7 +68,7 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
         if isinstance(hint, str):  # postponed annotations
             with contextlib.suppress(Exception):  # of a name that only type checkers import
                 hint = typing.get_type_hints(type(model).forward, include_extras=True)[rest.name]
-        names |= {name for one in typing.get_args(hint) for name in getattr(one, "__annotations__", ())}
+        names |= {name for kind in typing.get_args(hint) for name in getattr(kind, "__annotations__", ())}
         for module in model.modules():
             names |= keywords_of(parameters_of(module))
         config = getattr(model, "config", None)
@@ -127,13 +127,13 @@ def log_of(module: nn.Module, call: Call) -> list[tuple] | None:
 def not_looked_at(module: nn.Module, call: Call, names: Iterable[str]) -> list[str]:
     """Those of these keyword arguments on which the call does not depend: it does the same with things in their place that
     raise if they are looked at."""
-    (args, kwargs), usual, found = call, log_of(module, call), []
+    (args, kwargs), usual, ignored = call, log_of(module, call), []
     for name in names if usual is not None else ():
         hidden = kwargs | {name: recomputed(kwargs.get(name), itertools.repeat(Untouched()))}
         if log_of(module, (args, hidden)) == usual:
             kwargs = hidden
-            found.append(name)
-    return found
+            ignored.append(name)
+    return ignored
 
 
 class Like(NamedTuple):
@@ -171,19 +171,19 @@ class Form:
         self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
-        self.example = mapped(lambda one: Like(one.shape, one.dtype), calls[0])
+        self.example = mapped(lambda tensor: Like(tensor.shape, tensor.dtype), calls[0])
 
     def complete(self, call: Call) -> Call:
         """The call by keywords, with the defaults of what is not given."""
         args, kwargs = call
-        given = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
-        return args[len(self.by_place) :], {name: given[name] for name in self.by_place if name in given} | given
+        values = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
+        return args[len(self.by_place) :], {name: values[name] for name in self.by_place if name in values} | values
 
     def counting(self, call: Call) -> list[Any]:
         """The values that count, in their order, and what stands for the others."""
         args, kwargs = call
-        given = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
-        return [*args[len(self.by_place) :], *map(given.get, self.keywords)]
+        values = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
+        return [*args[len(self.by_place) :], *map(values.get, self.keywords)]
 
     def pattern(self, call: Call) -> tuple:
         """What a call must have in common with those that were checked, whatever its precision."""
@@ -212,7 +212,7 @@ class Form:
                 plain = all(type(value) in PLAIN_VALUES for value in new.values())
                 usual = log_of(self.module, call) if plain else None
                 if usual is None or log_of(self.module, (args, example | new)) != usual:
-                    self.refused |= {one for one in kinds if one[0] in new}
+                    self.refused |= {kind for kind in kinds if kind[0] in new}
                     return False
             self.harmless |= new.items()
         return True
@@ -224,16 +224,18 @@ class Form:
             return f"the example for convert had no {names}. {again}"
         ours, examples = self.counting(call), self.counting(self.made())
         names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
-        for name, one, example in zip(names, ours, examples, strict=False):
-            if len({regardless_of_precision(pattern_of([value], [])) for value in (one, example)}) > 1:
-                return f"{name} is {described(one)}, and was {described(example)} in the example for convert. {again}"
+        for name, argument, example in zip(names, ours, examples, strict=False):
+            if len({regardless_of_precision(pattern_of([value], [])) for value in (argument, example)}) > 1:
+                return (
+                    f"{name} is {described(argument)}, and was {described(example)} in the example for convert. {again}"
+                )
         return f"it has other arguments than the example for convert. {again}"
 
     def made(self) -> Call:
         """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
         parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
-        for i, one in enumerate(leaves):
-            if isinstance(one, Like):
-                dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
-                leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Like):
+                dtype = parameter.dtype if leaf.dtype.is_floating_point else leaf.dtype
+                leaves[i] = torch.zeros(leaf.shape, dtype=dtype, device=parameter.device)
         return recomputed(self.example, iter(leaves))

@@ -73,13 +73,13 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
         return nn.Parameter(values, values.is_floating_point())
 
     packed = packed_in(module)
-    stood_for = {id(one.original): Frozen(one) for one in packed}
+    stood_for = {id(parametrization.original): Frozen(parametrization) for parametrization in packed}
     # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
     with (
         replacing(module, random_like, wide),
         setting(dequantised, "__class__", nn.Linear),
-        setting([one[0] for one in packed], "__class__", nn.Identity),
+        setting([parametrization[0] for parametrization in packed], "__class__", nn.Identity),
     ):
         yield
 
@@ -116,18 +116,18 @@ def results(
     if inputs is None:
         with torch.no_grad():
             return [run(flat)]
-    given = {i: flat[i].detach().requires_grad_() for i in inputs}
+    leaves = {i: flat[i].detach().requires_grad_() for i in inputs}
     with torch.enable_grad():
-        y = run([given.get(i, value) for i, value in enumerate(flat)])
+        y = run([leaves.get(i, value) for i, value in enumerate(flat)])
     seed = torch.Generator(y.device).manual_seed(0)
     dy = torch.randn(y.shape, generator=seed, dtype=y.dtype, device=y.device)
-    return [y.detach(), *torch.autograd.grad(y, [*given.values(), *parameters], dy, allow_unused=True)]
+    return [y.detach(), *torch.autograd.grad(y, [*leaves.values(), *parameters], dy, allow_unused=True)]
 
 
 def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
     """The largest relative error. A gradient is compared with at least a hundredth of the largest one: that of a key's bias
     is rounding alone."""
-    floor = 1e-2 * max((rms(one) for one in theirs[1:]), default=0.0)
+    floor = 1e-2 * max((rms(gradient) for gradient in theirs[1:]), default=0.0)
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a is not None and b is not None and a.shape != b.shape:

@@ -90,7 +90,7 @@ class Computed:
         if not call.computed:
             for at, step in self.steps.items():
                 function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
-                leaves = [live(one, module, call) for one in leaves_of((step.args, step.kwargs))]
+                leaves = [live(leaf, module, call) for leaf in leaves_of((step.args, step.kwargs))]
                 args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
                 with autocast_off(call.x) if step.apart else contextlib.nullcontext():
                     call.computed[at] = function(*args, **kwargs)
@@ -155,7 +155,7 @@ class Resolver:
         if tensors_in(own):  # an earlier part of a forward may have set them
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
         if call.at not in self.steps:
-            leaves = [self.leaf(one, call.at, i) for i, one in enumerate(call.leaves)]
+            leaves = [self.leaf(leaf, call.at, i) for i, leaf in enumerate(call.leaves)]
             if len(self.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
@@ -189,34 +189,34 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
     if isinstance(template, kind):
         yield template
     elif isinstance(template, (dict, tuple, list)):
-        for one in template.values() if isinstance(template, dict) else template:
-            yield from templates(one, kind)
+        for item in template.values() if isinstance(template, dict) else template:
+            yield from templates(item, kind)
 
 
 def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed:
     """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. Raises ValueError if
     these are not alike."""
-    found: Followed = {}
+    follows: Followed = {}
     for at, (ours, theirs) in enumerate(zip(before, after, strict=True)):
-        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            if type(one) in COMPARED and one != other:
-                found[at, i] = None
-                if isinstance(one, torch.dtype):
-                    found[at, i] = Of("dtype")
-                elif type(one) is type(other) is int and other == times * one:
-                    found[at, i] = Of("samples", one, B)
-    return found
+        for i, (value, other) in enumerate(zip(ours, theirs, strict=True)):
+            if type(value) in COMPARED and value != other:
+                follows[at, i] = None
+                if isinstance(value, torch.dtype):
+                    follows[at, i] = Of("dtype")
+                elif type(value) is type(other) is int and other == times * value:
+                    follows[at, i] = Of("samples", value, B)
+    return follows
 
 
 def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
     """Makes steps, in one dict, of all that the reading has computed. Raises Unreadable for what cannot run again."""
     resolver = Resolver(module, reading.x, followed)
-    for one in templates([reading.arguments, reading.choices], Computed):
-        if one.node is not None:
-            one.value, one.steps, one.node = resolver.value(one.node), resolver.steps, None
+    for computed in templates([reading.arguments, reading.choices], Computed):
+        if computed.node is not None:
+            computed.value, computed.steps, computed.node = resolver.value(computed.node), resolver.steps, None
 
 
 def conditions(template: Any) -> list[int]:
     """The call's arguments that something computed reads."""
-    computed = [(one.value, one.steps) for one in templates(template, Computed)]
-    return sorted({one.index for one in templates(computed, Argument)})
+    computed = [(tensor.value, tensor.steps) for tensor in templates(template, Computed)]
+    return sorted({argument.index for argument in templates(computed, Argument)})

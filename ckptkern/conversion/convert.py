@@ -149,19 +149,19 @@ class _Conversion:
         self.seen.add(id(module))
         self.shown(name)
         with self.shards.whole(module):
-            found, may_be = Found([]), self.include is None or matches(self.include, name, module)
+            outcome, may_be = Found([]), self.include is None or matches(self.include, name, module)
             if may_be:
-                found = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
-            if not self.shards.agree(tuple((row.name, row.replaced_by) for row in found.rows if found.put)):
-                found = Found([row_of(name, module, "another rank has found something else")])
-            if found.put is not None:
-                found.put()
-                self.rows += found.rows
+                outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
+            if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
+                outcome = Found([row_of(name, module, "another rank has found something else")])
+            if outcome.put is not None:
+                outcome.put()
+                self.rows += outcome.rows
                 return
             layer = None
             if is_block(name, module) or is_marked(module):
-                self.rows += found.rows
-                may_be_one = found.rows and not self.within and self.checkpoints and is_layer(name, module)
+                self.rows += outcome.rows
+                may_be_one = outcome.rows and not self.within and self.checkpoints and is_layer(name, module)
                 if may_be_one and module not in self.hooked and not holds_sharded(module):
                     layer = around(
                         module, self.calls.get(module, [])
@@ -170,25 +170,25 @@ class _Conversion:
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
             self.within = outer
-            self.surround(module, layer, found.rows, self.rows[start:])
-            is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
+            self.surround(module, layer, outcome.rows, self.rows[start:])
+            is_unknown = may_be and not outcome.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
                 self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
 
     def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
         """Puts an activation checkpoint around the layer, if all ranks find that it can be."""
-        made = None
+        checkpoint = None
         if layer is not None:
             try:
-                made, *measured = layer.checkpointed(self.mlp, rows[-1].name, self.cut)
+                checkpoint, *measured = layer.checkpointed(self.mlp, rows[-1].name, self.cut)
             except Unreadable as reason:
                 rows[-1].reason += f"; {reason}"
-        if self.shards.agree(made is not None) and made is not None:
+        if self.shards.agree(checkpoint is not None) and checkpoint is not None:
             row = rows[-1]
             row.replaced_by, row.saved_before, (row.saved_after, row.error) = "checkpoint", layer.before, measured
             for part in inner:  # whose bytes are the layer's
                 part.saved_before = part.saved_after = None
-            self.set(row, module, made)
+            self.set(row, module, checkpoint)
             # what is not fused inside is a part of the checkpoint, and no row of its own
             parts = {id(row) for row in inner if row.replaced_by is None}
             self.rows = [row for row in self.rows if id(row) not in parts]
@@ -236,8 +236,8 @@ class _Conversion:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)
         except Unreadable as reason:
             row.reason = str(reason)
-            if kind is nn.Sequential and (found := self.runs(name, module)):
-                return found
+            if kind is nn.Sequential and (runs := self.runs(name, module)):
+                return runs
             if is_block(name, module) and (why := why_general(module)):
                 return self.general(row, module, calls, why if why == str(reason) else f"{why}: {reason}")
             return Found([row])
@@ -250,15 +250,15 @@ class _Conversion:
 
     def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
         """An activation checkpoint, unless it is seen to be wrong."""
-        made, row.reason = general(module, self.mlp, calls[0]), why
-        made.share(row.name, self.cut)
+        checkpoint, row.reason = general(module, self.mlp, calls[0]), why
+        checkpoint.share(row.name, self.cut)
         try:
-            row.error = error_of(made, calls)
+            row.error = error_of(checkpoint, calls)
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
             return Found([row])
         row.replaced_by = "checkpoint"
-        return Found([row], lambda: self.bind(row, made, without_caches(calls[0])))
+        return Found([row], lambda: self.bind(row, checkpoint, without_caches(calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
@@ -287,7 +287,7 @@ class _Conversion:
         before = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
         fused = {m for m in model.modules() if blocks.is_converted(m)}.difference(before)
         # checkpoints that may become parts of larger ones, or of convolutions also several smaller ones
-        given = {m for m in before if not (blocks.has_convolutions(m) and fused.isdisjoint(m.modules()))}
+        fixed = {m for m in before if not (blocks.has_convolutions(m) and fused.isdisjoint(m.modules()))}
         changed: set[nn.Module] = set()
         for forward in before.values():
             forward.unbind()
@@ -295,8 +295,8 @@ class _Conversion:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
             record, cuts = blocks.recorded(model, call), []
             if record is not None:
-                best = blocks.Cuts(record, allowed, given).best(self.include is not None)
-                cuts = [cut for cut in best if cut.module not in given]
+                best = blocks.Cuts(record, allowed, fixed).best(self.include is not None)
+                cuts = [cut for cut in best if cut.module not in fixed]
             names, calls = {m: name for name, m in model.named_modules()}, blocks.calls_of(model, call, cuts)
             for module, own in blocks.by_module(cuts):
                 runs = []
@@ -309,7 +309,7 @@ class _Conversion:
                         replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
                         changed |= replaced
                         within = {names[module], *(names[m] for m in (*inside, *replaced) if m in names)}
-                        self.rows = [one for one in self.rows if one.name not in within]
+                        self.rows = [other for other in self.rows if other.name not in within]
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
                 if runs and own[0].layers is not None:
@@ -322,18 +322,18 @@ class _Conversion:
         self.rows.sort(key=lambda row: places.get(row.name.partition("[")[0], 0))
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
-        found, rows = runs_of(module, self.mlp), []
-        for start, stop, run, error in found:
+        runs, rows = runs_of(module, self.mlp), []
+        for start, stop, run, error in runs:
             call, op = calls_of(module[start])[1], next(iter(run.segments.values())).op
-            bytes_ = (saved_by(run.module, one, call) for one in (run.original, run))
+            bytes_ = (saved_by(run.module, forward, call) for forward in (run.original, run))
             rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 
         def put() -> None:
-            for row, (*_, run, _) in zip(rows, found, strict=True):
+            for row, (*_, run, _) in zip(rows, runs, strict=True):
                 self.set(row, run.module, run)
-            self.set(row_of(name, module), module, Runs(module, [one[:3] for one in found], self.mlp))
+            self.set(row_of(name, module), module, Runs(module, [run[:3] for run in runs], self.mlp))
 
-        return Found(rows, put) if found else None
+        return Found(rows, put) if runs else None
 
 
 def row_of(name: str, module: nn.Module, reason: str = "") -> Row:

@@ -67,7 +67,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
     scores, sinks = steps.input_of(weights), None
     if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
-        whole, largest = (steps.strip(one) for one in scores.inputs)
+        whole, largest = (steps.strip(operand) for operand in scores.inputs)
         largest = steps.input_of(largest) if largest.is_function("detach") else largest
         if largest.is_function("max", "amax") and steps.input_of(largest) is whole:
             scores = whole
@@ -97,7 +97,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
         else:  # a factor [H, 1, 1] for each head
             H = scores.shape[1] if len(scores.shape) == 4 else 0
             pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
-            pair = next((one for one in pairs if one[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
+            pair = next((nodes for nodes in pairs if nodes[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
             if pair is None:
                 raise steps.refuse("scores are formed by", scores)
             head_scale, scores = pair[0], steps.strip(pair[1])

@@ -49,20 +49,20 @@ def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], b
     if isinstance(output, Tensor):
         return output, None
     leaves, spec = tree_flatten(output)
-    given = {id(value): i for i, value in enumerate(arguments) if isinstance(value, Tensor)}
-    found: dict[int, Tensor] = {}
-    for i, one in enumerate(leaves):
-        if id(one) in given:
-            leaves[i] = Argument(given[id(one)])
-        elif isinstance(one, Tensor):
-            leaves[i] = Unread if found and unread(one) else None
+    places = {id(value): i for i, value in enumerate(arguments) if isinstance(value, Tensor)}
+    tensors: dict[int, Tensor] = {}
+    for i, leaf in enumerate(leaves):
+        if id(leaf) in places:
+            leaves[i] = Argument(places[id(leaf)])
+        elif isinstance(leaf, Tensor):
+            leaves[i] = Unread if tensors and unread(leaf) else None
             if leaves[i] is None:
-                found[i] = one
-        elif one is not None:
+                tensors[i] = leaf
+        elif leaf is not None:
             raise Unreadable("forward returns an object")
-    if len(found) != 1:
-        raise Unreadable(f"forward returns {len(found)} tensors")
-    ((at, y),) = found.items()
+    if len(tensors) != 1:
+        raise Unreadable(f"forward returns {len(tensors)} tensors")
+    ((at, y),) = tensors.items()
     return y, (spec, leaves, at)
 
 
@@ -93,7 +93,7 @@ def attempt(
             traced, steps = trace(module, call, flat), Steps(module)
             # another result that is a softmax, with a dropout or without, is attention's probabilities
             y, result = result_of(
-                traced.result, flat, lambda one: steps.strip(traced.node(one), []).is_function("softmax")
+                traced.result, flat, lambda tensor: steps.strip(traced.node(tensor), []).is_function("softmax")
             )
             reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(templates([reading.arguments, reading.choices], Computed)):
@@ -120,7 +120,7 @@ def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followe
     None if no such trace is alike."""
     flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(call))]
     x = flat[reading.x]
-    inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
+    inputs = {reading.x, *(argument.index for argument in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
         values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
         # sizes, or a dtype, that the module does not take, or another trace
@@ -132,8 +132,8 @@ def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followe
 
 def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
     """Which arguments may have a sample's rows, beside the inputs: none, or all of the batch's size."""
-    found = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
-    return [inputs, found] if found - inputs else [inputs]
+    batched = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
+    return [inputs, batched] if batched - inputs else [inputs]
 
 
 def reason_of(error: Exception) -> Unreadable:
@@ -143,20 +143,20 @@ def reason_of(error: Exception) -> Unreadable:
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
     """Each MoE block inside as moe_block, checked by itself, or why it is none."""
-    found: dict[str, Reading | Unreadable] = {}
+    readings: dict[str, Reading | Unreadable] = {}
     for path, block in module.named_modules():
         parts = parts_of(block) if path else None
         if parts is None:
             continue
         d = block.get_parameter(parts.router_weight).shape[-1]
         try:
-            like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
+            like = next(value for value in flat if is_floating(value) and value.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            found[path] = attempt(form, form.complete(call))[0].reading
+            readings[path] = attempt(form, form.complete(call))[0].reading
         except Exception as error:  # a forward may raise anything on random numbers: it is the block's reason
-            found[path] = reason_of(error)
-    return found
+            readings[path] = reason_of(error)
+    return readings
 
 
 class RegionCheck(Check):
@@ -170,7 +170,7 @@ class RegionCheck(Check):
         self.form, self.module, self.call = form, form.module, call
         self.segment = segment = Segment(form.module, reading)
         self.flat = leaves_of(form.counting(call))
-        self.masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
+        self.masks = {argument.index for argument in named(segment.template, "attn_mask", "key_padding_mask")}
         for i, value in enumerate(self.flat) if randomizes else ():
             if i in segment.inputs or (i in segment.conditions and is_floating(value)):
                 self.flat[i] = torch.randn_like(value)
@@ -219,15 +219,15 @@ class RegionCheck(Check):
             return varied(value, self.segment.excludes) if i in self.masks else value
 
         for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
-            what = (
+            where = (
                 "with another length"
                 if length > 1
                 else "with more tokens than the example's one (give an example of at least two)"
             )
             longer = [twice(value, i, length) for i, value in enumerate(flat)]
-            yield what, longer
+            yield where, longer
             if conditions:
-                yield what, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
+                yield where, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
         if x.dim() < 3:
             return
         computes = self.segment.computes
@@ -249,8 +249,8 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
     parameters = [p for p in module.parameters() if p.requires_grad]
     theirs = results(check.original, flat, trained if gradients else None, parameters)
     reason = f"the numbers of {reading.op} are not finite"
-    for one in reading.candidates():
-        check.segment = Segment(module, one)
+    for candidate in reading.candidates():
+        check.segment = Segment(module, candidate)
         try:
             error = difference(results(check.ours, flat, None), theirs[:1])  # most choices show in the output
             if error <= TOLERANCE and gradients:
@@ -278,7 +278,7 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
     names = [name for name in places if "mask" in name]
     x = inputs[0]
     B, S, _ = (1, *x.shape)[-3:]
-    seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
+    seen = [torch.ones(B, 1, S, tensor.shape[-2], dtype=torch.bool, device=x.device).tril() for tensor in inputs]
     added = [torch.zeros_like(m, dtype=x.dtype).masked_fill(~m, torch.finfo(x.dtype).min) for m in seen]
     if len(inputs) == 1:
         # attention layers with our implementation get padding masks [B, S]
@@ -289,16 +289,16 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
         variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
     args, kwargs = call
-    by_place, found = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
+    by_place, calls = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
     for masks in variants:
         values = tuple(masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
-        found.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
-    return found
+        calls.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
+    return calls
 
 
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of the rows of both, those that differ least."""
-    ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
+    ours, theirs = (rows.reshape(-1, rows.shape[-1]) for rows in (ours, theirs))
     nearest = (ours.float() - theirs.float()).square().sum(-1).argsort()[: max(3 * len(ours) // 4, 1)]
     return ours[nearest], theirs[nearest]
 
@@ -351,11 +351,13 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     form, first = Form(module, calls), checked.fused
     form.fixed, form.reads = dict(first.form.fixed), first.form.reads
     segments = {
-        pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
+        pattern: Segment(module, segment.reading, segment.caches)
+        for pattern, segment in first.segments.items()
+        if segment is not None
     }
     call = next(call for call in map(form.complete, calls) if form.pattern(call) in segments)
-    found = tried(form, call, (segments[form.pattern(call)].reading, checked.log))
-    return Fused(form, segments, recompute), found.error, found.call
+    result = tried(form, call, (segments[form.pattern(call)].reading, checked.log))
+    return Fused(form, segments, recompute), result.error, result.call
 
 
 def fuse(
@@ -414,15 +416,15 @@ def fuse(
     for _, call, *_ in attempts.values():
         ignored = not_looked_at(module, call, [name for name in ignored if name in call[1]])
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
-    segments = {form.pattern(one.asked): one.segment for one in attempts.values()}
+    segments = {form.pattern(attempt.asked): attempt.segment for attempt in attempts.values()}
     fused = Fused(form, segments, recompute)
     checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
-    return fused, max(one.error for one in attempts.values()), first.call
+    return fused, max(attempt.error for attempt in attempts.values()), first.call
 
 
 def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:
     """(start, stop, what runs them, error) of the layers that are fused, the longest runs first."""
-    layers, found, start = list(module), [], 0
+    layers, runs, start = list(module), [], 0
     while start < len(layers):
         stop = next((n for n in range(len(layers), start + 1, -1) if all(map(is_leaf, layers[start:n]))), start)
         while stop > start + 1 and isinstance(layers[start], nn.Linear):
@@ -430,11 +432,11 @@ def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused
             part.training = module.training
             with contextlib.suppress(Unreadable):
                 run, error, _ = fuse("", part, calls_of(layers[start]), recompute, [])
-                found.append((start, stop, run, error))
+                runs.append((start, stop, run, error))
                 break
             stop -= 1
-        start = max(found[-1][1], start + 1) if found else start + 1
-    return found
+        start = max(runs[-1][1], start + 1) if runs else start + 1
+    return runs
 
 
 def calls_of(linear: nn.Linear) -> list[Call]:

@@ -47,31 +47,31 @@ class Grammar(Steps):
             if len(node.inputs) != 1 or node.output:
                 raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
             self.layers_read += 1
-            given = {name: value for name, value in block.arguments.items() if name != "residual"}
+            block_arguments = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
-            return Reading(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
+            return Reading(prefixed(block_arguments, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
         arguments = {"dropout_p": self.probability(hidden)}
-        if (found := self.activation(h)) is not None:
-            activation, z = found
+        if (match := self.activation(h)) is not None:
+            activation, z = match
             up = self.linear(z, "what the activation reads")
             return Reading(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if not h.is_function("mul", of=2):
             raise self.refuse("the hidden layer ends in", h)
-        a, b = (self.strip(one) for one in h.inputs)
+        a, b = (self.strip(operand) for operand in h.inputs)
         for gate, up_node in ((a, b), (b, a)):
-            found, up = self.activation(gate), self.linear_of(up_node)
-            if found is None or up is None:
+            match, up = self.activation(gate), self.linear_of(up_node)
+            if match is None or up is None:
                 continue
-            activation, gate_node = found
+            activation, gate_node = match
             gate_layer = self.linear(gate_node, "what the activation reads")
             pairs = [(gate_layer, up)]
             if gate_node is up_node:  # one weight for both, in one order or the other
                 pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
             elif gate_layer.input is not up.input:
                 continue
-            orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
+            orders = [layers_as(gate=gate, up=up, down=down) for gate, up in pairs]
             return Reading(
                 arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
             )
@@ -86,8 +86,8 @@ class Grammar(Steps):
         if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
             node = self.input_of(node)
-        while (found := self.scale(node)) is not None:
-            scale, node = found
+        while (match := self.scale(node)) is not None:
+            scale, node = match
             if scale != 1.0 and around.setdefault("layer_scale", scale) is not scale:
                 raise Unreadable("a branch is scaled twice")
         if self.norm(node) is not None:
@@ -104,11 +104,11 @@ class Grammar(Steps):
         if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
             return weight and (weight, self.input_of(node))
-        for one, other in node.pairs:
-            if one.kind == "parameter" != other.kind and len(one.shape) == 1:
-                return Weight(one.source), self.strip(other)
-        if (found := self.of_samples(node)) is not None:
-            return Computed(found[0], True), self.strip(found[1])
+        for parameter, other in node.pairs:
+            if parameter.kind == "parameter" != other.kind and len(parameter.shape) == 1:
+                return Weight(parameter.source), self.strip(other)
+        if (pair := self.of_samples(node)) is not None:
+            return Computed(pair[0], True), self.strip(pair[1])
         return None
 
     @staticmethod
@@ -122,9 +122,9 @@ class Grammar(Steps):
 
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
         """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
-        found = {}
+        arguments = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
-            found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
+            arguments["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
         if node.is_function("mul") and (pair := self.of_samples(node)) is not None:
             one_more, normed = map(self.strip, pair)
             if self.norm(normed) is None:
@@ -132,8 +132,8 @@ class Grammar(Steps):
             is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
             if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
-            found["norm_scale"], node = Computed(one_more.inputs[0], True), normed
-        return None if self.norm(node) is None else (self.norm_arguments(node) | found, self.input_of(node))
+            arguments["norm_scale"], node = Computed(one_more.inputs[0], True), normed
+        return None if self.norm(node) is None else (self.norm_arguments(node) | arguments, self.input_of(node))
 
     def is_sum(self, node: Node) -> bool:
         """Of two tensors, and not a linear layer with its update."""
@@ -181,7 +181,7 @@ class Grammar(Steps):
         if not self.is_sum(total):
             return [self.strip(node)]
         dropouts += own
-        return [term for one in total.inputs for term in self.terms(one, dropouts)]
+        return [term for summand in total.inputs for term in self.terms(summand, dropouts)]
 
     def parallel(self, node: Node) -> Reading:
         """x + attention branch + MLP branch."""
@@ -233,9 +233,9 @@ class Grammar(Steps):
         weights, biases, activations = [], [], []
         node = self.strip(node)
         while node.kind != "argument":
-            if (found := self.activation(node)) is not None:
-                activations.append(found[0])
-                node = found[1]
+            if (match := self.activation(node)) is not None:
+                activations.append(match[0])
+                node = match[1]
             elif isinstance(self.module, nn.Linear):
                 activations.append("identity")
             else:
@@ -268,7 +268,7 @@ def layer_of(
         if part is not None:
             arguments[name] = part.arguments
             for choice in part.choices:
-                choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
+                choices.append([{f"{name}.{key}": value for key, value in answer.items()} for answer in choice])
     return Reading(arguments, x, choices, mlp.logits_of, "transformer_layer")
 
 
@@ -278,9 +278,9 @@ def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Readi
     for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
         grammar.layers_read, grammar.masked = 0, {}
         try:
-            found = way(output)
-            found.x = found.x.source
-            return found
+            reading = way(output)
+            reading.x = reading.x.source
+            return reading
         except Unreadable as reason:
             refusals.append((grammar.layers_read, str(reason)))
-    raise Unreadable(max(refusals, key=lambda one: one[0])[1])
+    raise Unreadable(max(refusals, key=lambda refusal: refusal[0])[1])

@@ -46,8 +46,8 @@ class _Recorder:
         for m in list(module.modules()):
             self.observe(m)
 
-    def observe(self, one: object) -> None:
-        kind = type(one)
+    def observe(self, owner: object) -> None:
+        kind = type(owner)
         if kind in self.classes:
             return
         read, own = kind.__getattribute__, vars(kind).get("__getattribute__")
@@ -73,7 +73,7 @@ class _Recorder:
         try:
             kind.__getattribute__ = noted  # type: ignore[method-assign, assignment]
         except TypeError:  # a class that is not written in Python
-            self.whole.add(id(one))
+            self.whole.add(id(owner))
         else:
             self.classes[kind] = own
 
@@ -84,13 +84,13 @@ class _Recorder:
             else:
                 kind.__getattribute__ = own  # type: ignore[method-assign]
 
-    def reads(self, one: object, above: frozenset[int] = frozenset()) -> Reads | None:
-        if id(one) in self.whole:
+    def reads(self, owner: object, above: frozenset[int] = frozenset()) -> Reads | None:
+        if id(owner) in self.whole:
             return None
-        common, above = (OF_EVERY_MODULE if isinstance(one, nn.Module) else ()), above | {id(one)}
+        common, above = (OF_EVERY_MODULE if isinstance(owner, nn.Module) else ()), above | {id(owner)}
         return {
             name: {} if value is None or id(value) in above else self.reads(value, above)
-            for name, value in self.of[id(one)][1].items()
+            for name, value in self.of[id(owner)][1].items()
             if name not in common and not name.startswith("__") and not hasattr(nn.Module, name)
         }
 
@@ -98,7 +98,7 @@ class _Recorder:
 def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
     """What the class's forward reads in training and in evaluation, by the path of each module inside."""
     with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
-        (args, kwargs), found = call, {}
+        (args, kwargs), reads = call, {}
         for mode in (True, False):
             module.train(mode)
             recorder = _Recorder(module)
@@ -106,15 +106,15 @@ def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
                 type(module).forward(module, *args, **kwargs)
             finally:
                 recorder.stop()
-            found = all_reads(found, {path: recorder.reads(m) for path, m in module.named_modules()})
-        return found
+            reads = all_reads(reads, {path: recorder.reads(m) for path, m in module.named_modules()})
+        return reads
 
 
-def all_reads(one: Reads | None, other: Reads | None) -> Any:
+def all_reads(reads: Reads | None, other: Reads | None) -> Any:
     """All that either has read."""
-    if one is None or other is None:
+    if reads is None or other is None:
         return None
-    return {name: all_reads(one.get(name, {}), other.get(name, {})) for name in {**one, **other}}
+    return {name: all_reads(reads.get(name, {}), other.get(name, {})) for name in {**reads, **other}}
 
 
 # They change no result: `not_repacked` switches the first off while a module is read, and transformers asks for the other
@@ -127,7 +127,9 @@ def is_container(value: object) -> bool:
     if not isinstance(value, CONTAINERS):
         return False
     held = value.values() if isinstance(value, dict) else value
-    return not any(hasattr(one, "__array__") or (isinstance(one, CONTAINERS) and not is_container(one)) for one in held)
+    return not any(
+        hasattr(item, "__array__") or (isinstance(item, CONTAINERS) and not is_container(item)) for item in held
+    )
 
 
 def snapshot(value: Any) -> Any:
@@ -135,7 +137,7 @@ def snapshot(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(snapshot, value))
     if type(value) is dict:
-        return {key: snapshot(one) for key, one in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
@@ -175,19 +177,19 @@ def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str]
     absent = frozenset(names) - own.keys()
     if is_module:
         absent -= owner._parameters.keys() | owner._buffers.keys() | owner._modules.keys()
-    found = Held(owner, path, {}, {}, absent, frozenset(own) if reads is None else None)
+    held = Held(owner, path, {}, {}, absent, frozenset(own) if reads is None else None)
     for name in names:
         value = own.get(name)
         if name not in own or isinstance(value, Tensor):
             continue
         if isinstance(value, VALUES) or is_container(value):
-            found.values[name] = snapshot(value)
+            held.values[name] = snapshot(value)
         else:
-            found.objects[name] = value
+            held.objects[name] = value
             if reads is not None and reads[name] != {} and isinstance(getattr(value, "__dict__", None), dict):
                 yield from held_of(value, joined(path, name), reads[name])
-    if any(found[2:]):
-        yield found
+    if any(held[2:]):
+        yield held
 
 
 class Watch:
@@ -203,21 +205,21 @@ class Watch:
         module: nn.Module,
         reads: dict[str, Reads | None],
         live: Collection[tuple[str, str]] = (),
-        given: Collection[str] = (),
+        routers: Collection[str] = (),
     ):
         """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
         paths of modules whose hooks a call gives what they collect."""
-        self.module, self.given = module, [module.get_submodule(path) for path in given]
+        self.module, self.given = module, [module.get_submodule(path) for path in routers]
         self.structure = [
             (m, path, {name: (child, type(child)) for name, child in m._modules.items()})
             for path, m in module.named_modules()
         ]
-        found = [
-            one
+        held = [
+            item
             for path, m in module.named_modules()
-            for one in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
+            for item in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
         ]
-        self.held = list({id(one.owner): one for one in found}.values())  # a configuration that several share, once
+        self.held = list({id(item.owner): item for item in held}.values())  # a configuration that several share, once
         self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of parts that are converted
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
@@ -234,17 +236,17 @@ class Watch:
         hooks = [
             d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        given = {id(m._forward_hooks) for m in self.given}  # of routers, which a call gives the logits
+        collecting = {id(m._forward_hooks) for m in self.given}  # of routers, which a call gives the logits
         children = [m._modules.values() for m, _, children in self.structure if children]
-        below, classes = ([one[i] for *_, held in self.structure for one in held.values()] for i in (0, 1))
-        valued = [(vars(one.owner), one.values) for one in self.held if one.values]
+        below, classes = ([child[i] for *_, held in self.structure for child in held.values()] for i in (0, 1))
+        valued = [(vars(held.owner), held.values) for held in self.held if held.values]
         settings = [(operator.itemgetter(*names), d) for d, names in valued]
         values = [operator.itemgetter(*names)(names) for _, names in valued]
         parameters = [m._parameters.values() for m in modules if m._parameters]
         modes = [vars(m) for m, _, children in self.structure[1:] if children]
         attributes = list(({id(m): vars(m) for m in inner} | {id(h.owner): vars(h.owner) for h in self.held}).values())
         counts = [-1] * len(attributes)
-        objects = [(vars(one.owner), name, value) for one in self.held for name, value in one.objects.items()]
+        objects = [(vars(held.owner), name, value) for held in self.held for name, value in held.objects.items()]
 
         def is_equal(collects: bool) -> bool:
             training = self.module.training
@@ -258,7 +260,7 @@ class Watch:
                 and list(map(type, live)) == classes
                 and (
                     not any(hooks)
-                    or all(collects_first(d) if collects and id(d) in given else dormant(d) for d in hooks if d)
+                    or all(collects_first(d) if collects and id(d) in collecting else dormant(d) for d in hooks if d)
                 )
                 and [get(d) for get, d in settings] == values
                 and self.kinds.issuperset(map(type, flat(parameters)))
@@ -320,10 +322,10 @@ class Watch:
     def difference(self) -> str:
         """Says what is not as it was checked, where it is first, and the remedy."""
         try:
-            found = next(self.differences(), "something inside cannot be compared")
+            cause = next(self.differences(), "something inside cannot be compared")
         except Exception as error:  # comparing someone's objects may raise anything
-            found = f"comparing what is inside raises {type(error).__name__}: {error}"
-        return f"{found}. {AGAIN}"
+            cause = f"comparing what is inside raises {type(error).__name__}: {error}"
+        return f"{cause}. {AGAIN}"
 
     def warn(self, name: str) -> None:
         """Warns of a compiled call of the module, which is an activation checkpoint."""

@@ -77,10 +77,10 @@ class Ran(TorchFunctionMode):
         kwargs = kwargs or {}
         self.taken.update(map(id, tensors_in((args, kwargs))))
         if is_loss(function):
-            given = arguments_of(Step(function, args, kwargs))
-            logits, target = given["input"], given["target"]
+            arguments = arguments_of(Step(function, args, kwargs))
+            logits, target = arguments["input"], arguments["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
-            self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())
+            self.counts |= bool(target.is_floating_point() or (target != arguments.get("ignore_index", -100)).any())
             self.of_module |= any(frame.f_code is nn.CrossEntropyLoss.forward.__code__ for frame in callers(4))
         elif function is F.linear:
             self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
@@ -102,7 +102,7 @@ class Ran(TorchFunctionMode):
 
 def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
-    return [one for one in floating_in(output) if one.dim() == 0]
+    return [tensor for tensor in floating_in(output) if tensor.dim() == 0]
 
 
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
 
 def kinds_of(tensors: Iterable[Tensor | None]) -> str:
     """The classes of those that are no plain memory."""
-    return " and a ".join(sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN}))
+    return " and a ".join(sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN}))
 
 
 class Head(Forward):
@@ -290,7 +290,7 @@ class Chain:
     def __init__(self, last: Step):
         self.last, logits = last, last.logits[0]
         self.matmul, steps = logits.matmul, (*logits.steps, last)
-        self.kind = tuple((s.name, str([one for one in s.others if not isinstance(one, Tensor)])) for s in steps)
+        self.kind = tuple((s.name, str([value for value in s.others if not isinstance(value, Tensor)])) for s in steps)
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""
@@ -302,22 +302,22 @@ class Chain:
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
-        made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
-        made[0] = made[0].to(torch.promote_types(made[0].dtype, made[1].dtype))  # autocast rounds it
-        made[1] *= 4 * made[1].shape[1] ** -0.5
-        for one in made[-2:] if self.matmul.lora is not None else ():
-            one *= one.shape[1] ** -0.5
-        return made
+        tensors = [torch.randn_like(change(tensor.detach())) for tensor in self.matmul.tensors]
+        tensors[0] = tensors[0].to(torch.promote_types(tensors[0].dtype, tensors[1].dtype))  # autocast rounds it
+        tensors[1] *= 4 * tensors[1].shape[1] ** -0.5
+        for matrix in tensors[-2:] if self.matmul.lora is not None else ():
+            matrix *= matrix.shape[1] ** -0.5
+        return tensors
 
     def compared(self, mode: str) -> tuple[float, int, int]:
         """Returns (the largest relative error of the loss and its gradients, bytes that are saved for backward besides
         parameters and targets without us, and with us)."""
         flat = self.example(wide)
         error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
-        flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
-        given = [one for one in self.last.others if type(one) is Tensor]
+        flat, bytes_ = [tensor.requires_grad_() for tensor in self.example(lambda t: t)], []
+        targets = [tensor for tensor in self.last.others if type(tensor) is Tensor]
         for lazy in (None, mode):
-            with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
+            with torch.enable_grad(), saved_tensors([*flat[1:], *targets]) as saved:
                 self.loss(flat, lazy)
             bytes_.append(saved.bytes)
         return error, *bytes_
@@ -332,7 +332,7 @@ class Heads:
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
         with switched(model):
-            self.adapted = {m: found for m in model.modules() if (found := adapted(m, ran.classes)) is not None}
+            self.adapted = {m: template for m in model.modules() if (template := adapted(m, ran.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
         candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
@@ -364,7 +364,7 @@ class Heads:
             self.model.eval()
             returned = scalars(self.model(*args, **kwargs))
         read = [step.logits[0].matmul.x for head in heads.values() for step, _ in head.log]  # autocast rounds it
-        wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
+        wide = all(tensor.dtype.itemsize >= 4 for tensor in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
         for ours, theirs in zip(returned, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
@@ -391,7 +391,7 @@ class Heads:
             )
             return row if likely else None, None
         log = self.logs[module]
-        chains = {one.kind: one for one in (Chain(step) for step, covered in log if covered)}
+        chains = {chain.kind: chain for chain in (Chain(step) for step, covered in log if covered)}
         if not chains:
             passed = next((step.name for step, _ in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
@@ -496,7 +496,7 @@ def token_log_probs(
         workspace=workspace,
     )
     wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
-    found = statistics(
+    result = statistics(
         logit_scale=scale,
         softcap=cap,
         return_log_probs=True,
@@ -509,7 +509,7 @@ def token_log_probs(
         squared = None
         if wants_squares:
             twice = statistics(logit_scale=2 * scale, softcap=None if cap is None else 2 * cap, return_lse=True)
-            squared = twice.lse - 2 * found.lse
-        mean = found.lse - found.loss if wants_mean else None
-    top = found.accuracy.bool() if found.accuracy is not None else None
-    return found.log_probs, found.entropy, squared, mean, top
+            squared = twice.lse - 2 * result.lse
+        mean = result.lse - result.loss if wants_mean else None
+    top = result.accuracy.bool() if result.accuracy is not None else None
+    return result.log_probs, result.entropy, squared, mean, top

@@ -23,11 +23,11 @@ def base_of(module: nn.Module) -> tuple[str, nn.Module]:
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of parameters inside of wrappers, by path; of bitsandbytes' parametrizations those of the weights."""
     path, base = base_of(module)
-    found = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
-    for name, one in getattr(base, "parametrizations", {}).items():
-        if (packed := packed_4bit(one)) is not None:
-            found[f"{path}parametrizations.{name}.original"] = packed[1].shape
-    return found
+    shapes = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
+    for name, parametrization in getattr(base, "parametrizations", {}).items():
+        if (packed := packed_4bit(parametrization)) is not None:
+            shapes[f"{path}parametrizations.{name}.original"] = packed[1].shape
+    return shapes
 
 
 def experts_layout(module: nn.Module) -> dict[str, str]:
@@ -36,13 +36,13 @@ def experts_layout(module: nn.Module) -> dict[str, str]:
     own = shapes_of(module)
     for (up, a), (down, b) in itertools.permutations(own.items(), 2):
         if len(a) == len(b) == 3 and a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1] > 0:
-            found = {"gate_up_weight": up, "down_weight": down}
+            layout = {"gate_up_weight": up, "down_weight": down}
             for name in own.keys() - {up, down}:
                 kind = {a[:2]: "gate_up_bias", b[:2]: "down_bias"}.get(own[name])
-                if kind is None or kind in found:
+                if kind is None or kind in layout:
                     return {}
-                found[kind] = name
-            return found
+                layout[kind] = name
+            return layout
     return {}
 
 
@@ -80,22 +80,22 @@ def parts_of(module: nn.Module) -> Parts | None:
     shared = [name for name, m in children.items() if m is not inner and sum(p.dim() == 2 for p in m.parameters()) > 1]
     taken = tuple(f"{name}." for name in (experts[0], *shared))
     kinds = {(E, d): "router_weight", (E,): "router_bias", (1, d): "shared_expert_gate"}
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for path, p in module.named_parameters():
         kind = kinds.get(tuple(p.shape))
         if path.startswith(taken):
             continue
-        if kind is None or kind in found:
+        if kind is None or kind in paths:
             return None
-        found[kind] = path
+        paths[kind] = path
     for path, b in module.named_buffers():
         if b.is_floating_point() and not path.startswith(taken):
-            if tuple(b.shape) != (E,) or "score_bias" in found:
+            if tuple(b.shape) != (E,) or "score_bias" in paths:
                 return None
-            found["score_bias"] = path
-    if "router_weight" not in found or len(shared) > 1 or len(kinds) < 3:
+            paths["score_bias"] = path
+    if "router_weight" not in paths or len(shared) > 1 or len(kinds) < 3:
         return None
-    return Parts(experts[0], **found, shared=next(iter(shared), None))
+    return Parts(experts[0], **paths, shared=next(iter(shared), None))
 
 
 def why_unread(module: nn.Module) -> str | None:
@@ -110,8 +110,8 @@ def why_unread(module: nn.Module) -> str | None:
             continue
         if not hasattr(inner, "lora_A"):
             return f"an adapter {type(inner).__module__}.{type(inner).__name__} ({path})"
-        if variants := {type(one).__name__ for one in getattr(inner, "lora_variant", {}).values()}:
+        if variants := {type(variant).__name__ for variant in getattr(inner, "lora_variant", {}).values()}:
             return f"an adapter with {', '.join(sorted(variants))} ({path})"
-        if len([one for one in getattr(inner, "active_adapters", ()) if one in inner.lora_A]) > 1:
+        if len([adapter for adapter in getattr(inner, "active_adapters", ()) if adapter in inner.lora_A]) > 1:
             return f"several active adapters at once ({path})"
     return None

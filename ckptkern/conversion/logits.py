@@ -54,9 +54,9 @@ METHODS = (
 DESCRIBING = frozenset(
     (
         *(
-            one.__get__
-            for name, one in vars(torch._C.TensorBase).items()
-            if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
+            attribute.__get__
+            for name, attribute in vars(torch._C.TensorBase).items()
+            if isinstance(attribute, types.GetSetDescriptorType) and name not in SHOWN
         ),
         *(getattr(Tensor, name) for name in METHODS),
         torch.is_floating_point,
@@ -88,7 +88,7 @@ REMEDY = (
 
 
 def logits_in(values: Any) -> list[Logits]:
-    return [one for one in leaves_of(values) if isinstance(one, Logits)]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Logits)]
 
 
 class Step(NamedTuple):
@@ -122,18 +122,18 @@ class Step(NamedTuple):
 
     def of(self, values: Callable[[Logits], Any]) -> Any:
         """The function's result of these in place of logits."""
-        args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, self[1:])
+        args, kwargs = mapped(lambda tensor: values(tensor) if isinstance(tensor, Logits) else tensor, self[1:])
         return self.function(*args, **kwargs)
 
     @property
     def others(self) -> list[Any]:
         """What else is among its arguments."""
-        return [one for one in leaves_of(self[1:]) if not isinstance(one, Logits)]
+        return [leaf for leaf in leaves_of(self[1:]) if not isinstance(leaf, Logits)]
 
 
 def replayed(step: Step | None, z: Tensor) -> Tensor:
     """What a step, and those before it, make of the matmul's logits z."""
-    return z if step is None else step.of(lambda one: replayed(one.step, z))
+    return z if step is None else step.of(lambda logits: replayed(logits.step, z))
 
 
 class Matmul:
@@ -154,7 +154,7 @@ class Matmul:
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.precision = state.Precision()
-        self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
+        self.marks = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
         self.aliases: list[Tensor] = []
         self.before_backward: list[Callable] = []  # hooks of fully_shard
         self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
@@ -163,13 +163,13 @@ class Matmul:
     @property
     def tensors(self) -> list[Tensor]:
         update = () if self.lora is None else self.lora[:2]
-        return [one for one in (self.x, *self.head[:2], *update) if one is not None]
+        return [tensor for tensor in (self.x, *self.head[:2], *update) if tensor is not None]
 
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
-        same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
-        same &= all(one._version == version for one, version in self.shards)
-        if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
+        same = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors] == self.marks
+        same &= all(shard._version == version for shard, version in self.shards)
+        if not same or any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self.tensors):
             raise RuntimeError(
                 f"ckptkern.convert: the head's input or weight changed before the logits were computed. {REMEDY}"
             )
@@ -177,7 +177,7 @@ class Matmul:
     def hear(self, hook: Callable) -> None:
         """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
         self.before_backward.append(hook)
-        self.shards += [(one, one._version) for one in shards_of(hook)]
+        self.shards += [(shard, shard._version) for shard in shards_of(hook)]
         for logits in list(self.given.values()):
             if logits.step is None and logits.made:
                 self.announced(logits.made[0])
@@ -188,7 +188,7 @@ class Matmul:
         if self.before_backward and not self.head.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
             pairs = list(zip(self.marks, self.tensors, strict=True))
-            self.marks[1:] = [(version, one.data_ptr()) for (version, _), one in pairs[1:]]
+            self.marks[1:] = [(version, tensor.data_ptr()) for (version, _), tensor in pairs[1:]]
 
     def announced(self, result: Tensor) -> Tensor:
         """The result, whose backward fully_shard's hooks hear of."""
@@ -204,7 +204,7 @@ class Matmul:
         if update is not None:
             *tensors, a, b = tensors
         with self.precision:
-            y = F.linear(*(one.to(self.x.dtype) for one in tensors))
+            y = F.linear(*(tensor.to(self.x.dtype) for tensor in tensors))
             if update is not None:
                 dropout = dropout_arguments(update.rng, update.dropout_p)
                 a, b = a.to(self.lora_dtype), b.to(self.lora_dtype)
@@ -242,20 +242,20 @@ class _LazyLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
-        one, matmul = fields["tokens"].placeholder, fields["matmul"]
-        made = Tensor._make_wrapper_subclass(
+        placeholder, matmul = fields["tokens"].placeholder, fields["matmul"]
+        logits = Tensor._make_wrapper_subclass(
             Logits,
-            one.shape,
-            strides=one.stride(),
-            storage_offset=one.storage_offset(),
-            dtype=one.dtype,
+            placeholder.shape,
+            strides=placeholder.stride(),
+            storage_offset=placeholder.storage_offset(),
+            dtype=placeholder.dtype,
             device=matmul.x.device,
         )
-        vars(made).update(fields, made=[])
-        matmul.given[id(made)] = made
-        ctx.matmul, ctx.step, ctx.made = matmul, made.step, made.made
+        vars(logits).update(fields, made=[])
+        matmul.given[id(logits)] = logits
+        ctx.matmul, ctx.step, ctx.made = matmul, logits.step, logits.made
         ctx.set_materialize_grads(False)  # DistributedDataParallel's sink passes None on
-        return made
+        return logits
 
     @staticmethod
     @once_differentiable
@@ -272,8 +272,8 @@ class _LazyLogits(torch.autograd.Function):
             with torch.enable_grad():
                 y = replayed(ctx.step, matmul.values(tensors))
         needed = [t for t, need in zip(tensors, wanted, strict=True) if need]
-        found = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
-        grads = iter(found)
+        gradients = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
+        grads = iter(gradients)
         return None, *(next(grads) if need else None for need in wanted)
 
 
@@ -306,11 +306,11 @@ class Logits(Tensor):
                     # a gradient for aliases of the tensors ends there: one for a tied weight itself would go on through x to
                     # the embedding, which the outer backward does once more
                     matmul = self.matmul
-                    matmul.aliases = [one.view_as(one) for one in matmul.tensors]
-                    made = matmul.announced(matmul.values(matmul.aliases))
+                    matmul.aliases = [tensor.view_as(tensor) for tensor in matmul.tensors]
+                    result = matmul.announced(matmul.values(matmul.aliases))
                 else:
-                    made = self.step.of(Logits.values)
-                self.made.append(made.detach() if self.detached else made)
+                    result = self.step.of(Logits.values)
+                self.made.append(result.detach() if self.detached else result)
         return self.made[0]
 
     def apart(self) -> Tensor:
@@ -319,10 +319,10 @@ class Logits(Tensor):
             return self.made[0].detach()
         if self.known is not None:
             return self.known
-        found = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
+        values = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
         if self.step is not None and self.step.name == "detach":
-            self.known = found
-        return found
+            self.known = values
+        return values
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -337,8 +337,8 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
-        given = step.logits
-        self, matmul = given[0], given[0].matmul
+        logits = step.logits
+        self, matmul = logits[0], logits[0].matmul
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
             return RemovableHandle(OrderedDict())
@@ -348,7 +348,7 @@ class Logits(Tensor):
         if (
             (describes and not matmul.is_shown)
             or (function is Tensor.register_hook and matmul.has_loss)
-            or any(map(is_result, given))
+            or any(map(is_result, logits))
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
@@ -361,11 +361,11 @@ class Logits(Tensor):
                 "Convert with exclude= for this layer"
             )
         if not (matmul.is_shown or torch.is_inference_mode_enabled()):
-            found = self.without_values(step, given)
-            if found is not None:
-                return found
+            fused = self.without_values(step, logits)
+            if fused is not None:
+                return fused
             if matmul.log is None and not step.changes_logits:
-                result = read_apart(step, given)
+                result = read_apart(step, logits)
                 if result is not NotImplemented:
                     return result
         if matmul.log is not None:
@@ -375,7 +375,7 @@ class Logits(Tensor):
         if step.changes_logits:  # copies that are still to be made are those of before
             matmul.show()
         result = step.of(Logits.values)
-        if any(share(one, values) for one in leaves_of(result) for it in given for values in it.made):
+        if any(share(leaf, values) for leaf in leaves_of(result) for z in logits for values in z.made):
             matmul.show()
         return result
 
@@ -385,33 +385,33 @@ class Logits(Tensor):
             raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
         step = Step(function, args, kwargs or {})
 
-        def values(one: Logits) -> Tensor:
-            if not one.detached or is_result(one):
-                one.matmul.say(step)
-            return one.made[0].detach() if one.made else replayed(one.step, one.matmul.values())
+        def values(logits: Logits) -> Tensor:
+            if not logits.detached or is_result(logits):
+                logits.matmul.say(step)
+            return logits.made[0].detach() if logits.made else replayed(logits.step, logits.matmul.values())
 
         return step.of(values)
 
-    def without_values(self, step: Step, given: list[Logits]) -> Any:
+    def without_values(self, step: Step, logits: list[Logits]) -> Any:
         """The step's result without values; None if it needs them."""
-        if len(given) == 2:
-            return product(step, *given)
-        if len(given) > 1:
+        if len(logits) == 2:
+            return product(step, *logits)
+        if len(logits) > 1:
             return None
         matmul = self.matmul
         if is_loss(step.function):
-            found = loss(step, self)
-            if matmul.log is not None and found is not None:
+            result = loss(step, self)
+            if matmul.log is not None and result is not None:
                 matmul.log.append((step, True))
         else:
             followed = self.parts(step) if step.name in PARTS else self.followed(step)
             if followed is not None or matmul.log is not None:
                 return followed
-            found = statistic(step, self)
-        if found is None:
+            result = statistic(step, self)
+        if result is None:
             return None
-        matmul.has_loss |= found.requires_grad
-        return matmul.announced(found)
+        matmul.has_loss |= result.requires_grad
+        return matmul.announced(result)
 
     def followed(self, step: Step) -> Logits | None:
         """What they are after a step of views, or of each element, or over the classes; None if it is none of these."""
@@ -419,8 +419,8 @@ class Logits(Tensor):
         if (self.matmul.log is not None and step.name in ("detach", "exp", "softmax")) or asks_for_copy(step, self):
             return None
         formula, tokens = self.formula, self.tokens.after(step) if step.name in VIEWS | COPIES else None
-        if tokens is None and (found := formula_after(step, self)) is not None:
-            formula, dtype = found
+        if tokens is None and (match := formula_after(step, self)) is not None:
+            formula, dtype = match
             tokens = self.tokens.copied(self.shape, dtype)
         return None if tokens is None else self.next(step, tokens, formula)
 
@@ -434,7 +434,7 @@ class Logits(Tensor):
             "detached": detached,
             "step": step,
         }
-        return _LazyLogits.apply(fields, *(one.detach() if detached else one for one in self.matmul.tensors))
+        return _LazyLogits.apply(fields, *(tensor.detach() if detached else tensor for tensor in self.matmul.tensors))
 
     def parts(self, step: Step) -> tuple[Logits, ...] | None:
         """Those of unbind, which __iter__ calls, of split or chunk; None if they are not of whole tokens."""
@@ -442,14 +442,14 @@ class Logits(Tensor):
         if not isinstance(dim, int) or self.class_dim in (None, dim % self.dim()):
             return None
         try:
-            found = step.of(lambda _: self.tokens.placeholder)
+            parts = step.of(lambda _: self.tokens.placeholder)
         except Exception:  # the function's own error, which it raises again for values
             return None
         if step.name == "unbind":
-            return tuple(self.select(dim, i) for i in range(len(found)))
-        ends = itertools.accumulate(one.shape[dim] for one in found)
+            return tuple(self.select(dim, i) for i in range(len(parts)))
+        ends = itertools.accumulate(part.shape[dim] for part in parts)
         return tuple(
-            self.narrow(dim, end - one.shape[dim], one.shape[dim]) for end, one in zip(ends, found, strict=True)
+            self.narrow(dim, end - part.shape[dim], part.shape[dim]) for end, part in zip(ends, parts, strict=True)
         )
 
     @property

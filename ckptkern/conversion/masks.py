@@ -48,7 +48,7 @@ def causal_attention(
     if has_torch_function(tensors):
         return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window, is_causal)
     if is_traced():
-        along = "nothing" if dropout_p or any(one is not None for one in (attn_mask, sinks)) else "heads"
+        along = "nothing" if dropout_p or any(tensor is not None for tensor in (attn_mask, sinks)) else "heads"
         return traced_call(None, causal_attention, (*tensors, dropout_p, scale, window, is_causal), {}, along)
     bounds = window_of(window) if is_causal else None
     return ops.scaled_dot_product_attention(
@@ -146,11 +146,11 @@ class Unpacked:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            given = dict(zip(self.names, args, strict=False)) | kwargs
-            x = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-            if x is not None and all(given.get(name) is None for name in OF_ROWS):
+            arguments = dict(zip(self.names, args, strict=False)) | kwargs
+            x = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
+            if x is not None and all(arguments.get(name) is None for name in OF_ROWS):
                 padding = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-                args, kwargs = (), given | {"attention_mask": padding}
+                args, kwargs = (), arguments | {"attention_mask": padding}
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -200,12 +200,12 @@ def configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 def adopt(model: nn.Module) -> bool:
     """Gives transformers' models in it the implementation NAME, if they have the one that it replaces. Has any got it?"""
-    found = [c for m, c in configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
-    if found:
+    configs = [c for m, c in configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
+    if configs:
         register()
-    for config in found:
+    for config in configs:
         setattr(config, ATTRIBUTE, NAME)
-    return bool(found)
+    return bool(configs)
 
 
 def open_up(model: nn.Module) -> None:

@@ -60,21 +60,22 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
     """moe_mlp's parameters among the module's own, and as `lora` the low-rank updates that wrappers of experts (`base_of`) add
     to their weights in a call. Raises Unreadable for what it does not take."""
-    (_, base), layout, found = base_of(module), experts_layout(module), {}
+    (_, base), layout, updates = base_of(module), experts_layout(module), {}
     layers = {layout[f"{layer}_weight"].removesuffix(".original").rpartition(".")[2]: layer for layer in LAYERS}
     path, wrapper = "", module
     while wrapper is not base:
-        adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
+        adapters = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
             layer = layers.get(wrapper.parameter_name)
-            if layer is None or layer in found or len(adapters) > 1:
+            if layer is None or layer in updates or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
             a, b = (
-                Weight(f"{path}lora_{one}.{adapters[0]}.weight", one.lower(), count=wrapper.num_experts) for one in "AB"
+                Weight(f"{path}lora_{letter}.{adapters[0]}.weight", letter.lower(), count=wrapper.num_experts)
+                for letter in "AB"
             )
-            found[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
+            updates[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
         path, wrapper = f"{path}base_layer.", wrapper.base_layer
-    return {name: Weight(own) for name, own in layout.items()} | ({"lora": found} if found else {})
+    return {name: Weight(own) for name, own in layout.items()} | ({"lora": updates} if updates else {})
 
 
 def random_states(x: Tensor) -> tuple:
@@ -91,14 +92,14 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    given, states = x.clone(), random_states(x)  # some forwards change it in place
+    copy, states = x.clone(), random_states(x)  # some forwards change it in place
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         module.get_submodule(parts.router).register_forward_hook(lambda _, inner, result: returned.append(result)),
     ]
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
-            args, kwargs = mapped(lambda _: given, call)
+            args, kwargs = mapped(lambda _: copy, call)
             type(module).forward(module, *args, **kwargs)
     finally:
         for hook in hooks:
@@ -121,12 +122,12 @@ def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
 
 
 def routings(
-    logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, found: list[int | float]
+    logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, numbers: list[int | float]
 ) -> Iterator[dict[str, Any]]:
     """Every way to score and choose that gives these indices and weights; score_bias: is it used? found: numbers, which may be
     the counts of groups."""
     order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
-    integers = [n for n in found if type(n) is int]
+    integers = [n for n in numbers if type(n) is int]
     counts = [n for n in integers if 1 < n < E and E % n == 0]
     pairs = [(n, best) for n, best in itertools.product(counts, integers) if 1 <= best < n]
     groups = [(1, 1, "top2"), *((*pair, score) for pair, score in itertools.product(pairs, GROUP_SCORES))]
@@ -145,7 +146,7 @@ def routings(
             o.normalize = normalize
             mine = weights_of(scores, order.values, o).to(torch.float32)
             ratio = float((weights[same] / mine[same]).median())  # 1, or a number of the block
-            factor = next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
+            factor = next((float(n) for n in (1.0, *numbers) if n and abs(ratio / n - 1) < SAME), None)
             if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
                 yield how | dict(normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None)
 
@@ -162,8 +163,8 @@ def router_dtype(
         return None
     rows, errors = x.flatten(0, -2), {}
     for dtype in (torch.bfloat16, torch.float32):
-        given = [None if one is None else one.to(torch.bfloat16).to(dtype) for one in (rows, w, b)]
-        mine = weights_of(scores_of(F.linear(*given), o), index, o)
+        operands = [None if tensor is None else tensor.to(torch.bfloat16).to(dtype) for tensor in (rows, w, b)]
+        mine = weights_of(scores_of(F.linear(*operands), o), index, o)
         errors[dtype] = float((mine.to(weights.dtype) - weights).abs().mean())
     return torch.float32 if errors[torch.float32] < errors[torch.bfloat16] else None
 
@@ -178,16 +179,16 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
     def shared(arguments: dict[str, Any]) -> dict[str, Any]:
         return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
-    given = {name: value for name, value in reading.arguments.items() if value is not None}
-    lora, activation = shared(given.pop("lora", {})), given.pop("activation", None)
-    dropped = [given.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
-    if any(p.value if isinstance(p, Probability) else p for p in dropped) or given.pop("residual", False):
+    arguments = {name: value for name, value in reading.arguments.items() if value is not None}
+    lora, activation = shared(arguments.pop("lora", {})), arguments.pop("activation", None)
+    dropped = [arguments.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
+    if any(p.value if isinstance(p, Probability) else p for p in dropped) or arguments.pop("residual", False):
         raise Unreadable("a shared expert with dropout or a residual")
     known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
-    if reading.op != "mlp_block" or given.keys() - known:
+    if reading.op != "mlp_block" or arguments.keys() - known:
         raise Unreadable(f"a shared expert that is {reading.op}, and not an MLP alone")
-    choices = [[{"activation": activation}], *([shared(one) for one in choice] for choice in reading.choices)]
-    return shared(given) | {"lora": lora}, choices
+    choices = [[{"activation": activation}], *([shared(answer) for answer in choice] for choice in reading.choices)]
+    return shared(arguments) | {"lora": lora}, choices
 
 
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
@@ -203,33 +204,33 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     logits = F.linear(many.flatten(0, -2), w, b)
     readings = []
     # the plain numbers among the attributes of the block and its router
-    values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
+    values = [n for owner in (module, module.get_submodule(parts.router)) for n in plain_attributes(owner).values()]
     numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
     for size in BIAS_SIZES if parts.score_bias else BIAS_SIZES[-1:]:
         vary_choices(module, size)
         bias = dict(module.named_buffers()).get(parts.score_bias)
         index, weights, returned = observed(module, parts, call, many)
         readings.append(list(routings(logits, bias, index, weights, numbers)))
-    found = [one for one in readings[0] if all(one in others for others in readings)]
-    if not found:
+    matches = [routing for routing in readings[0] if all(routing in others for others in readings)]
+    if not matches:
         raise Unreadable("its router scores or chooses in another way than moe_block")
     arguments = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
     own = ("router_weight", "router_bias", "shared_expert_gate")
     arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
-    o = SimpleNamespace(**found[0], top_k=index.shape[-1])
+    o = SimpleNamespace(**matches[0], top_k=index.shape[-1])
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
     choices = [[{"activation": name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, module.get_submodule(parts.shared), x)
         lora = arguments.pop("lora", {}) | shared.pop("lora")
         arguments |= shared | ({"lora": lora} if lora else {})
-    for one in found:
-        one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
+    for routing in matches:
+        routing["score_bias"] = Weight(parts.score_bias) if routing["score_bias"] else None
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
     place = next(i for i, value in enumerate(flat) if value is x)
-    return Reading(arguments, place, [found, *choices], parts.router if is_logits else "", "moe_block")
+    return Reading(arguments, place, [matches, *choices], parts.router if is_logits else "", "moe_block")
 
 
 @contextlib.contextmanager
@@ -258,13 +259,13 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
     """The values of calls of experts, or of an MoE block, that show what its example may not: a clamp in the experts, or of the
     logits, and a limit to the rows of an expert. segment: the region in its place; flat: the example's values."""
-    x, is_block, given = flat[segment.x], segment.op == "moe_block", segment.given(flat)
+    x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.given(flat)
 
     def call(x: Tensor) -> list[Any]:
         return [x if i == segment.x else value for i, value in enumerate(flat)]
 
     for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no best one
-        with scaled(given["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
+        with scaled(arguments["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
             yield f"with inputs {scale} times as large", call(scale * x)
     lead = (*x.shape[:-2], rows)
     many = x.new_empty((*lead, x.shape[-1])).normal_()
@@ -277,12 +278,12 @@ def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str
         values[weights] = flat[weights].new_empty(pairs).uniform_()
         yield f"with {rows} rows at one expert", values
         return
-    scale = 30 if given["scoring"] == "softmax" else 4
-    with scaled(given["router_weight"], scale):
+    scale = 30 if arguments["scoring"] == "softmax" else 4
+    with scaled(arguments["router_weight"], scale):
         yield f"with logits {scale} times as large", call(x)
     yield f"with {rows} rows", call(many)
-    if given.get("score_bias") is not None:
-        with scaled(given["score_bias"], 0.1):
+    if arguments.get("score_bias") is not None:
+        with scaled(arguments["score_bias"], 0.1):
             yield f"with {rows} rows and a small bias of the choice", call(many)
     yield f"with {rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
 

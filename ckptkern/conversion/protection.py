@@ -53,10 +53,10 @@ def seeded() -> Iterator[None]:
         drawn.append(torch.mps._get_default_mps_generator())
     if numpy is not None:
         drawn.append(numpy.mtrand._rand)
-    restorers = [restorer_of(one) for one in drawn]
+    restorers = [restorer_of(generator) for generator in drawn]
     try:
-        for one in drawn:
-            (one.manual_seed if isinstance(one, torch.Generator) else one.seed)(SEED)
+        for generator in drawn:
+            (generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed)(SEED)
         yield
     finally:
         for restore in restorers:
@@ -134,7 +134,7 @@ class _State:
             self.seen.update(id(vars(m)[name]) for m in modules for name in OF_FULLY_SHARD)
         level: list[Any] = [*map(vars, modules), *others]
         for _ in range(DEPTH + 1):
-            level = [one for value in level for one in self.taken(value)]
+            level = [item for value in level for item in self.taken(value)]
 
     def taken(self, value: Any) -> Iterable[Any]:
         """Notes what it holds, and returns that."""
@@ -146,10 +146,10 @@ class _State:
             return ()
         if isinstance(value, Tensor):
             if not (value.is_inference() or is_lazy(value)):
-                one = (_COPIES.get() or {}).get(id(value))
-                if one is None or one.tensor is not value or one.version != value._version:
-                    one = Written(value, value.detach().clone())
-                self.tensors.append(one)
+                written = (_COPIES.get() or {}).get(id(value))
+                if written is None or written.tensor is not value or written.version != value._version:
+                    written = Written(value, value.detach().clone())
+                self.tensors.append(written)
             return ()
         if isinstance(value, tuple):
             return value
@@ -164,19 +164,19 @@ class _State:
         self.held.append((value, before))
         if isinstance(before, list):
             return before
-        return [one for name, one in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
+        return [item for name, item in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
 
     def restore(self) -> None:
         for value, before in self.held:
-            now, was = ([*one, *(one.values() if isinstance(one, dict) else ())] for one in (value, before))
+            now, was = ([*items, *(items.values() if isinstance(items, dict) else ())] for items in (value, before))
             if len(now) != len(was) or not all(map(operator.is_, now, was)):  # it holds other objects
-                kind: Any = next(one for one in CONTAINERS if isinstance(value, one))
+                kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
                 kind.clear(value)
                 (kind.extend if kind in (list, collections.deque) else kind.update)(value, before)
         for restore in self.restorers:
             restore()
-        for one in self.tensors:
-            one.restore()
+        for written in self.tensors:
+            written.restore()
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
     """
     state = _State(list(module.modules()), others)
     is_outer = _COPIES.get() is None
-    token = _COPIES.set({id(one.tensor): one for one in state.tensors}) if is_outer else None
+    token = _COPIES.set({id(written.tensor): written for written in state.tensors}) if is_outer else None
     try:
         yield
     finally:
@@ -233,5 +233,5 @@ def no_trace(module: nn.Module, call: tuple = ((), {})) -> Iterator[None]:
         try:
             yield
         finally:
-            for one in small:
-                one.restore()
+            for written in small:
+                written.restore()

@@ -54,8 +54,8 @@ def why_unreadable(module: nn.Module) -> str:
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:
     """In which bitsandbytes' layer multiplies, if it says so."""
-    found = getattr(module, "compute_dtype", None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(module, "compute_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def autocast_like(module: nn.Module, x: Tensor) -> contextlib.AbstractContextManager:

@@ -93,7 +93,7 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
     """What comes with the first of these functions that the leaf computes of x, and in training and in evaluation of its first
     rows, with the same gradients; None if it computes none."""
     y, was, parameters = _outcome(leaf, x), leaf.training, list(leaf.parameters(recurse=False))
-    for like, found in ways if y is not None else ():
+    for like, match in ways if y is not None else ():
         if not same(y, like(x)):
             continue
         try:
@@ -101,7 +101,7 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
                 if check_of(leaf, like).error([x[:3]], [0], parameters) > TOLERANCE:
                     break
             else:
-                return found
+                return match
         except Exception:  # someone's leaf may raise anything, such as where a graph is missing
             continue
         finally:
@@ -135,12 +135,12 @@ class Steps:
     def leaf(self, node: Node) -> nn.Module | None:
         return self.module.get_submodule(node.source) if node.kind == "module" else None
 
-    def once(self, what: str, node: Node, find: Callable[[str, nn.Module, Node], Any]) -> Any:
+    def once(self, kind: str, node: Node, find: Callable[[str, nn.Module, Node], Any]) -> Any:
         """find(path, leaf, node) for a node that a leaf with one input tensor returned; None for others."""
         leaf = self.leaf(node)
         if leaf is None or node.output or len(node.inputs) != 1:
             return None
-        key = (what, node.source)
+        key = (kind, node.source)
         if key not in self.kinds:
             self.kinds[key] = find(node.source, leaf, node)
         return self.kinds[key]
@@ -155,8 +155,8 @@ class Steps:
 
     def linear_leaf(self, node: Node) -> Layer | None:
         if not node.is_function("linear"):
-            found = self.once("linear", node, _find_linear)
-            return found and Layer(*found, self.input_of(node))
+            match = self.once("linear", node, _find_linear)
+            return match and Layer(*match, self.input_of(node))
         call = node.called_with("input", "weight", "bias")
         weight, bias = call["weight"], call.get("bias")
         if weight.kind != "parameter" or (bias is not None and bias.kind != "parameter"):
@@ -170,11 +170,11 @@ class Steps:
             kind = node.source.removesuffix("_norm")
             names = ("weight", "bias") if kind == "layer" else ("weight",)
             call = node.called_with("input", "normalized_shape", *names, "eps")
-            given = [call.get("weight"), call.get("bias")]
-            if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in given):
+            parameters = [call.get("weight"), call.get("bias")]
+            if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in parameters):
                 return None
             eps = call.get("eps", 1e-5 if kind == "layer" else None)
-            weights = (p and Weight(p.source) for p in given)
+            weights = (p and Weight(p.source) for p in parameters)
             return Norm(kind, *weights, DEFAULT_EPS if eps is None else eps)
         return self.once("norm", node, _find_norm)
 
@@ -190,7 +190,11 @@ class Steps:
                 if name not in (None, "identity"):
                     return name, self.strip(z)
                 if z.kind == "function" and len(behind) <= _LONGEST_ACTIVATION:
-                    behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
+                    behind += [
+                        operand
+                        for operand in dict.fromkeys(z.inputs)
+                        if operand.shape == node.shape and operand not in behind
+                    ]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
         return name and (name, self.input_of(node))
@@ -226,8 +230,8 @@ class Steps:
         """What a node's first input shows."""
         return self.strip(node.inputs[0])
 
-    def refuse(self, what: str, node: Node) -> Unreadable:
-        return Unreadable(f"{what} {self.describe(node)}")
+    def refuse(self, reason: str, node: Node) -> Unreadable:
+        return Unreadable(f"{reason} {self.describe(node)}")
 
     def linear_of(self, node: Node) -> Layer | None:
         """The linear layer that a node is the result of."""
@@ -235,8 +239,8 @@ class Steps:
             return layer
         for base, update in node.pairs if node.is_function("add") else ():
             layer = self.linear_leaf(self.strip(base))
-            if layer is not None and (found := self.update(update, layer.input)) is not None:
-                return layer._replace(update=found)
+            if layer is not None and (lora := self.update(update, layer.input)) is not None:
+                return layer._replace(update=lora)
         return None
 
     def update(self, node: Node, x: Node) -> Update | None:
@@ -276,18 +280,18 @@ class Steps:
         (number,) = node.numbers
         return 1 / number if node.is_function("div") else float(number)
 
-    def linear(self, node: Node, what: str) -> Layer:
-        if (found := self.linear_of(node)) is None:
-            raise self.refuse(f"{what} is not a linear layer but", node)
+    def linear(self, node: Node, role: str) -> Layer:
+        if (layer := self.linear_of(node)) is None:
+            raise self.refuse(f"{role} is not a linear layer but", node)
         self.layers_read += 1
-        return found
+        return layer
 
-    def probability(self, found: list[Probability]) -> Probability | float:
+    def probability(self, dropouts: list[Probability]) -> Probability | float:
         """The dropout among those in a row; one that is 0 now counts if it is alone, since it may be raised later.
 
         Raises Unreadable for two, whose matmul has no single mask.
         """
-        live = [p for p in found if p.value] or found[:1]
+        live = [p for p in dropouts if p.value] or dropouts[:1]
         if len(live) > 1:
             raise Unreadable("two dropouts in a row")
         return live[0] if live else 0.0
@@ -312,13 +316,13 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
         return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 
     for form, (n, k) in (("", weight.shape), ("t", weight.shape[::-1])):
-        found = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
+        match = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
         if is_linear(leaf):
-            return found
+            return match
         # a forward of its own may quantise in some modes or dtypes alone
         x = weight.new_empty(3, k).normal_()
-        if first_like(leaf, x, [(like, found)]) and agrees_in_16_bits(leaf, like, x):
-            return found
+        if first_like(leaf, x, [(like, match)]) and agrees_in_16_bits(leaf, like, x):
+            return match
     return None
 
 
@@ -355,8 +359,8 @@ def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
         return values.clone()  # functions in place are called as well
     if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
         raise Unreadable("not a function of one tensor")
-    given = (_evaluated(one, z, values) if isinstance(one, Node) else one for one in node.leaves)
-    args, kwargs = recomputed((node.args, node.kwargs), given)
+    leaves = (_evaluated(leaf, z, values) if isinstance(leaf, Node) else leaf for leaf in node.leaves)
+    args, kwargs = recomputed((node.args, node.kwargs), leaves)
     return node.function(*args, **kwargs)
 
 
@@ -438,22 +442,22 @@ class Layer(NamedTuple):
 
     def rows(self, part: int, count: int) -> Layer:
         """One of `count` equal parts of its rows."""
-        weight, bias, update = (one and one.rows(part, count) for one in (self.weight, self.bias, self.update))
+        weight, bias, update = (value and value.rows(part, count) for value in (self.weight, self.bias, self.update))
         return Layer(weight, bias, self.out_features // count, self.input, update)
 
 
 def layers_as(**layers: Layer) -> dict[str, Any]:
     """Weights, biases and low-rank updates of these layers as arguments of an op."""
-    found = {}
+    arguments = {}
     for name, layer in layers.items():
-        found |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
-    return found | updates(**layers)
+        arguments |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
+    return arguments | updates(**layers)
 
 
 def updates(**layers: Layer) -> dict[str, Any]:
     """The argument `lora` of an op, if any of these has an update."""
-    found = {name: layer.update for name, layer in layers.items() if layer.update is not None}
-    return {"lora": found} if found else {}
+    lora = {name: layer.update for name, layer in layers.items() if layer.update is not None}
+    return {"lora": lora} if lora else {}
 
 
 # For each open question the changes of arguments that answer it, by the names of the arguments: "a.b" is b of the argument a.
@@ -497,7 +501,7 @@ def prefixed(template: Any, path: str) -> Any:
     if isinstance(template, (Weight, Scale, Probability)):
         return template._replace(path=f"{path}.{template.path}" if template.path else path)
     if isinstance(template, Update):
-        return Update(*(prefixed(one, path) for one in template))
+        return Update(*(prefixed(value, path) for value in template))
     if isinstance(template, dict):
         return {name: prefixed(value, path) for name, value in template.items()}
     return template

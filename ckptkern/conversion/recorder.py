@@ -173,7 +173,7 @@ class Step(TorchDispatchMode):
             self.name(i, "out", output)
             self.cut()
             self.done.add(i)
-            for tensor in [one for one in tensors_in(output) if one.requires_grad][:1]:
+            for tensor in [t for t in tensors_in(output) if t.requires_grad][:1]:
                 tensor.register_hook(begin_backward)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
@@ -205,7 +205,7 @@ class Step(TorchDispatchMode):
     def saved(self) -> int:
         """Bytes that forward saved for backward, besides parameters and buffers."""
         saved = dict(self.outside)
-        for called in [one for calls in self.calls.values() for one in calls]:
+        for called in [call for calls in self.calls.values() for call in calls]:
             saved |= called.saved
         return sum(nbytes for key, nbytes in saved.items() if self.names.get(key, key) is not None)
 
@@ -227,7 +227,7 @@ class Step(TorchDispatchMode):
 
 def parts_of(values: Any) -> list[Tensor]:
     """Returns the tensors with a storage of their own of all tensors inside."""
-    return [part for one in tree_leaves(values) if isinstance(one, Tensor) for part in memory.dense_parts(one)]
+    return [part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in memory.dense_parts(leaf)]
 
 
 def owned_by(model: nn.Module) -> Names:
@@ -269,8 +269,8 @@ def step_of(
     before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
     step, (args, kwargs) = step or Step(), call
-    leaves = [one for one in (*model.parameters(), *tensors_in(call)) if one.requires_grad and one.is_leaf]
-    before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
+    leaves = [leaf for leaf in (*model.parameters(), *tensors_in(call)) if leaf.requires_grad and leaf.is_leaf]
+    before = {id(leaf) for leaf in (there if there is not None else [leaf for leaf in leaves if leaf.grad is not None])}
     step.names |= owned_by(model)
     with seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves), contextlib.ExitStack() as stack:
         set_gradients(leaves, before)
@@ -299,7 +299,7 @@ def step_of(
             step.cut()
             if ended is not None:
                 ended()
-        step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
+        step.gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None and id(leaf) not in before)
     # stretches and the peak may be higher in the timeline, which has what kernels of libraries take
     timeline, step.peak = step.timeline, max(step.peak, step.timeline.peak)
     for i, stretch in enumerate(step.stretches if timeline.bytes else ()):
@@ -312,16 +312,18 @@ def step_of(
 def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None:
     """Gives zeros as gradients to those of these ids, none to others, and Megatron-LM's sums of gradients other memory, until
     `gradients_unmoved` and `unmoved` end."""
-    for one in leaves:
-        one.grad = torch.zeros_like(one) if id(one) in there else None
-        if isinstance(getattr(one, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
-            one.main_grad = torch.zeros_like(one.main_grad)
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf) if id(leaf) in there else None
+        if isinstance(getattr(leaf, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
+            leaf.main_grad = torch.zeros_like(leaf.main_grad)
 
 
 def floating_in(output: Any) -> list[Tensor]:
     """Returns the floating-point tensors of what a model returned."""
     return [
-        one for one in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output) if is_floating(one)
+        leaf
+        for leaf in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+        if is_floating(leaf)
     ]
 
 
@@ -332,12 +334,12 @@ def differentiated(output: Any) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss]
     tensors = floating_in(output)
-    tensors = [one for one in tensors if one.requires_grad] or tensors
-    return [one for one in tensors if one.dim() == 0] or tensors
+    tensors = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+    return [tensor for tensor in tensors if tensor.dim() == 0] or tensors
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([one.float().sum() for one in tensors]).sum()
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 def loss_of(
@@ -399,9 +401,9 @@ def check_tensors(op: str, model: nn.Module, call: Call) -> None:
             "torch.no_grad() is no problem"
         )
     tensors = [*model.parameters(), *tensors_in(call)]
-    if any(is_lazy(one) for one in tensors):
+    if any(is_lazy(tensor) for tensor in tensors):
         raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
-    if any(one.is_inference() for one in tensors):
+    if any(tensor.is_inference() for tensor in tensors):
         raise RuntimeError(
             f"{op}: a parameter or input was made in torch.inference_mode(), so that no gradient flows through it. Make it "
             "outside, or pass its clone()"
@@ -412,8 +414,8 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
     """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x, the
     first floating-point one if it is not named. Raises StopIteration if there is none."""
     x = next(filter(is_floating, leaves_of(call))) if x is None else x
-    wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
-    args, kwargs = mapped(lambda one: wanted if one is x else one, call)
+    wanted, shared = x.detach().requires_grad_(), [tensor for tensor in tensors_in(call) if tensor is not x]
+    args, kwargs = mapped(lambda tensor: wanted if tensor is x else tensor, call)
     with unmoved(module), torch.enable_grad():
         module.train()
         with memory.saved_tensors([*owned_tensors(module), *shared]) as saved:

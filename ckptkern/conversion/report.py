@@ -31,8 +31,8 @@ def warn_once(key: Hashable, text: str, stacklevel: int) -> None:
 def warn_of(name: str, ran: str, kind: str, why: str) -> None:
     """Warns of the first module of a class, `kind`, that runs otherwise than its row says for this cause."""
     original = "its original forward, which saves everything"
-    what = original if ran == "original" else "an activation checkpoint, not fused"
-    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {what}: {why}", 7)
+    how = original if ran == "original" else "an activation checkpoint, not fused"
+    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {how}: {why}", 7)
 
 
 warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -116,8 +116,8 @@ class Conversion:
             )
         text = aligned(lines)
         for name, rows in alike([row for row in self.rows if row.reason]):
-            what = "an activation checkpoint, because: " if rows[0].replaced_by else ""
-            text.append(f"{name}: {what}{rows[0].reason}")
+            prefix = "an activation checkpoint, because: " if rows[0].replaced_by else ""
+            text.append(f"{name}: {prefix}{rows[0].reason}")
         for names in self.groups:
             text.append(f"{names[0]} to {names[-1]} are one region")
         count = len(self.converted)

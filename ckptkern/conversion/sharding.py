@@ -43,7 +43,7 @@ def announces_backward(hook: object) -> bool:
 def _groups(state: object) -> list:
     """The groups of parameters of a module that fully_shard was called on. torch 2.11 has one, or None."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [one for one in groups if one is not None]
+    return [group for group in groups if group is not None]
 
 
 def shards_of(hook: object) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def stays_gathered(module: nn.Module) -> bool:
     if not is_sharded(module):
         return False
     state = module._get_fsdp_state()
-    hooks = [one for kind in (module._forward_pre_hooks, module._forward_hooks) for one in kind.values()]
+    hooks = [hook for kind in (module._forward_pre_hooks, module._forward_hooks) for hook in kind.values()]
     own = all(getattr(hook, "__self__", None) is state for hook in hooks)
     backward = module._backward_hooks or module._backward_pre_hooks
     return own and not backward and not any(group._reshard_after_forward for group in _groups(state))
@@ -101,7 +101,7 @@ class Shards:
         for module in self.modules:  # as it is between two steps
             module.reshard()
         meshes = {p.device_mesh: None for p in model.parameters() if hasattr(p, "device_mesh")} if self.modules else {}
-        groups = {id(one): one for mesh in meshes for one in mesh.get_all_groups()}
+        groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
         # the last has the last word: that of the whole model spans those of its parts
         self.groups = sorted(groups.values(), key=lambda group: group.size())
 
@@ -117,11 +117,11 @@ class Shards:
         finally:
             module.reshard()
 
-    def agree(self, found: Hashable) -> bool:
+    def agree(self, outcome: Hashable) -> bool:
         """Have all ranks found the same? Examples, and with them checks, may differ."""
         same = True
         for group in self.groups:
-            all_found = [None] * group.size()
-            torch.distributed.all_gather_object(all_found, (found, same), group)
-            same = set(all_found) == {(found, True)}
+            outcomes = [None] * group.size()
+            torch.distributed.all_gather_object(outcomes, (outcome, same), group)
+            same = set(outcomes) == {(outcome, True)}
         return same

@@ -63,19 +63,22 @@ class Tokens(NamedTuple):
     @property
     def class_dim(self) -> int | None:
         """The dimension of the classes; None unless it has all classes of a token."""
-        one, V = self.placeholder, self.classes
-        found = [i for i in range(one.dim()) if one.stride(i) == 1 and one.shape[i] == V]
-        starts = [one.storage_offset(), *(s for i, s in enumerate(one.stride()) if i not in found and one.shape[i] > 1)]
-        return found[0] if V > 1 and len(found) == 1 and all(start % V == 0 for start in starts) else None
+        placeholder, V = self.placeholder, self.classes
+        dims = [i for i in range(placeholder.dim()) if placeholder.stride(i) == 1 and placeholder.shape[i] == V]
+        starts = [
+            placeholder.storage_offset(),
+            *(s for i, s in enumerate(placeholder.stride()) if i not in dims and placeholder.shape[i] > 1),
+        ]
+        return dims[0] if V > 1 and len(dims) == 1 and all(start % V == 0 for start in starts) else None
 
     @placeholders()
     def shown(self) -> Tensor:
         """The rows of these tokens [..., d], in their order; the leading shape may be another."""
-        one, (*lead, d) = self.placeholder, self.rows.shape
-        others = [i for i in range(one.dim()) if i != self.class_dim]
-        sizes, strides = [one.shape[i] for i in others], [one.stride(i) // self.classes for i in others]
-        first = one.storage_offset() // self.classes
-        tokens = one.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
+        placeholder, (*lead, d) = self.placeholder, self.rows.shape
+        others = [i for i in range(placeholder.dim()) if i != self.class_dim]
+        sizes, strides = [placeholder.shape[i] for i in others], [placeholder.stride(i) // self.classes for i in others]
+        first = placeholder.storage_offset() // self.classes
+        tokens = placeholder.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
         if tokens.is_contiguous() and tokens.numel() == math.prod(lead):
             return self.rows
         rows = self.rows.reshape(-1, d)
@@ -85,13 +88,13 @@ class Tokens(NamedTuple):
     @placeholders()
     def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
         """Those of a copy, whose elements have the same order."""
-        one = self.placeholder
-        if one.shape[-1:] == shape[-1:] == (self.classes,) and one.stride(-1) == 1:
-            return self._replace(rows=self.shown(), placeholder=one.new_empty(shape, dtype=dtype))
-        if one.shape != shape:
+        placeholder = self.placeholder
+        if placeholder.shape[-1:] == shape[-1:] == (self.classes,) and placeholder.stride(-1) == 1:
+            return self._replace(rows=self.shown(), placeholder=placeholder.new_empty(shape, dtype=dtype))
+        if placeholder.shape != shape:
             return None
-        whole = one.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
-        return self._replace(placeholder=whole.as_strided(shape, one.stride(), one.storage_offset()))
+        whole = placeholder.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
+        return self._replace(placeholder=whole.as_strided(shape, placeholder.stride(), placeholder.storage_offset()))
 
     @placeholders()
     def after(self, step: Any) -> Tokens | None:
@@ -99,7 +102,7 @@ class Tokens(NamedTuple):
         before = self.placeholder
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
             return self.masked(step.args[1])
-        if any(hasattr(one, "__array__") for one in step.others):
+        if any(hasattr(argument, "__array__") for argument in step.others):
             return None
         try:
             if step.name == "to":
@@ -116,16 +119,16 @@ class Tokens(NamedTuple):
         ):
             return None
         shown = self._replace(placeholder=seen)
-        found = shown if share(seen, before) else self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
-        return found if found is not None and found.class_dim is not None else None
+        tokens = shown if share(seen, before) else self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
+        return tokens if tokens is not None and tokens.class_dim is not None else None
 
     def are(self, others: Tokens) -> bool:
         """Are they the same tokens in the same order, with the classes last?"""
-        one, other = self.placeholder, others.placeholder
-        if one.shape != other.shape or not self.class_dim == others.class_dim == one.dim() - 1:
+        placeholder, other = self.placeholder, others.placeholder
+        if placeholder.shape != other.shape or not self.class_dim == others.class_dim == placeholder.dim() - 1:
             return False
         pairs = [(self.shown(), others.shown())]
-        if one.stride() == other.stride() and one.storage_offset() == other.storage_offset():
+        if placeholder.stride() == other.stride() and placeholder.storage_offset() == other.storage_offset():
             pairs.append((self.rows, others.rows))
         # the same elements of one memory
         return any((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
@@ -133,7 +136,7 @@ class Tokens(NamedTuple):
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
         """Those that a mask of the leading dimensions leaves; None for another index."""
-        one, lead = self.placeholder, self.placeholder.shape[:-1]
+        placeholder, lead = self.placeholder, self.placeholder.shape[:-1]
         if (
             mask.dtype != torch.bool
             or type(mask) not in PLAIN
@@ -144,13 +147,13 @@ class Tokens(NamedTuple):
         ):
             return None
         rows = self.shown().reshape(*lead, self.rows.shape[-1])[mask]
-        return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
+        return self._replace(rows=rows, placeholder=placeholder.new_empty((*rows.shape[:-1], self.classes)))
 
 
-def share(one: Any, other: Tensor) -> bool:
+def share(value: Any, other: Tensor) -> bool:
     """Is `one` a tensor in other's memory?"""
-    strided = isinstance(one, Tensor) and one.layout is torch.strided
-    return strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return strided and value.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 CALLERS = 5  # frames from asks_for_copy to whoever called clone
@@ -182,20 +185,20 @@ def callers(count: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def read_apart(step: Any, given: list[Any]) -> Any:
+def read_apart(step: Any, operands: list[Any]) -> Any:
     """Returns the step's result by values without a graph, of logits that detach() returned or that the step copies.
 
     NotImplemented for other logits, and for a result in the memory of the values, unless it is a copy: someone may change it.
     """
-    copied = len(given) == 1 and asks_for_copy(step, given[0])
-    if not (copied or all(logits.is_cut for logits in given)):
+    copied = len(operands) == 1 and asks_for_copy(step, operands[0])
+    if not (copied or all(logits.is_cut for logits in operands)):
         return NotImplemented
     with torch.no_grad():
-        values = {id(logits): logits.apart() for logits in given}
+        values = {id(logits): logits.apart() for logits in operands}
     if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
         return values[id(step.args[0])].clone()
-    result = step.of(lambda one: values[id(one)])
-    if not any(share(one, of) for one in leaves_of(result) for of in values.values()):
+    result = step.of(lambda logits: values[id(logits)])
+    if not any(share(leaf, of) for leaf in leaves_of(result) for of in values.values()):
         return result
     return result.clone() if copied else NotImplemented
 
@@ -261,12 +264,12 @@ class Formula(NamedTuple):
 
 # What linear_cross_entropy returns for a function of each, and how it is computed of that; () is its loss alone.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
-    ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
-    ("gather", LOG_PROBS): (("log_probs",), lambda found: found.log_probs),
-    ("logsumexp", LOGITS): (("lse",), lambda found: found.lse),
-    ("sum", P_LOG_P): (("entropy",), lambda found: -found.entropy),
-    ("sum", P_LOGITS): (("lse", "entropy"), lambda found: found.lse - found.entropy),
-    **{("argmax", form): (("accuracy",), lambda found: found.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
+    ("gather", LOGITS): (("log_probs", "lse"), lambda result: result.log_probs + result.lse),
+    ("gather", LOG_PROBS): (("log_probs",), lambda result: result.log_probs),
+    ("logsumexp", LOGITS): (("lse",), lambda result: result.lse),
+    ("sum", P_LOG_P): (("entropy",), lambda result: -result.entropy),
+    ("sum", P_LOGITS): (("lse", "entropy"), lambda result: result.lse - result.entropy),
+    **{("argmax", form): (("accuracy",), lambda result: result.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
     **{(name, LOG_PROBS): ((), lambda loss: loss) for name in ("mean", "sum")},
 }
 NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are errors, as gather's are
@@ -280,13 +283,13 @@ def arguments_of(step: Any) -> dict[str, Any]:
 
 def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
     """The arguments by name of a function over the classes; None for another call."""
-    found = arguments_of(step)
-    dim, n = found.get("dim"), logits.dim()
+    arguments = arguments_of(step)
+    dim, n = arguments.get("dim"), logits.dim()
     if type(dim) in (tuple, list) and len(dim) == 1:
         (dim,) = dim
     over_classes = isinstance(dim, int) and -n <= dim < n and dim % n == logits.class_dim
-    known = all(name in NAMES[step.name] for name in found)  # not `out`
-    return found if over_classes and known and found.get("input") is logits else None
+    known = all(name in NAMES[step.name] for name in arguments)  # not `out`
+    return arguments if over_classes and known and arguments.get("input") is logits else None
 
 
 def lead_of(logits: Any) -> tuple[int, ...]:
@@ -299,7 +302,7 @@ def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
     if it is none of these."""
     name, args, formula, n = step.name, step.args, logits.formula, logits.dim()
     if name in SCALES:
-        others = [one for one in args if one is not logits]
+        others = [arg for arg in args if arg is not logits]
         if step.kwargs or len(others) != (name not in NEGATE):
             return None
         (number,) = others or (-1.0,)
@@ -347,23 +350,23 @@ def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
     return function(torch.zeros(1, dtype=logits.dtype, device=logits.device), **options).dtype
 
 
-def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
+def product(step: Any, first: Tensor, second: Tensor) -> Tensor | None:
     """p log p, or p z, of the same logits; None for another function of two."""
-    ours, theirs = one.formula, other.formula
+    ours, theirs = first.formula, second.formula
     form = MULTIPLIED.get(frozenset((ours.form, theirs.form)))
     if form is None or step.name not in MULTIPLY or len(step.args) != 2 or step.kwargs or step.is_in_place:
         return None
-    tokens = one.tokens.copied(one.shape, torch.promote_types(one.dtype, other.dtype))
+    tokens = first.tokens.copied(first.shape, torch.promote_types(first.dtype, second.dtype))
     if not (
-        one.matmul is other.matmul
-        and one.detached == other.detached
+        first.matmul is second.matmul
+        and first.detached == second.detached
         and ours.added is theirs.added
         and ours[:2] == theirs[:2]
         and tokens is not None
-        and one.tokens.are(other.tokens)
+        and first.tokens.are(second.tokens)
     ):
         return None
-    return one.next(step, tokens, ours._replace(form=form, factor=ours.factor * theirs.factor))
+    return first.next(step, tokens, ours._replace(form=form, factor=ours.factor * theirs.factor))
 
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
@@ -391,20 +394,20 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
     # computes both in one pass over the head's matmul, for a sum of the same tensor that follows, as in label smoothing
     both = name == "gather" and form == LOG_PROBS and isinstance(logits, Tensor)  # not under torch.compile
     both = both and torch.is_grad_enabled() and not logits.detached
-    found = None if returned or not torch.is_grad_enabled() else logits.smoothed
-    if found is None:
-        found = logits.cross_entropy(
+    outputs = None if returned or not torch.is_grad_enabled() else logits.smoothed
+    if outputs is None:
+        outputs = logits.cross_entropy(
             index.squeeze(dim) if name == "gather" else torch.zeros(lead, dtype=torch.int64, device=logits.device),
             reduction="none",
             ignore_index=NEVER,
             label_smoothing=0.0 if returned and not both else 1.0,
-            **{f"return_{one}": True for one in returned},
+            **{f"return_{output}": True for output in returned},
         )
-    if found is None:
+    if outputs is None:
         return None
     if both:
-        logits.smoothed = found.loss
-    result = of(found)
+        logits.smoothed = outputs.loss
+    result = of(outputs)
     if name != "argmax":  # a new tensor, which may be changed in place
         factor *= 1 if returned else {"sum": -logits.tokens.classes, "mean": -1}[name]
         dtype = dtype or (logits.dtype if name == "gather" else dtype_of(step.function, logits, dim=-1))

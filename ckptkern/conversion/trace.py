@@ -28,8 +28,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 def device_types(module: nn.Module) -> list[str]:
     """Returns the device types of the module's tensors that have an autocast."""
-    found = {t.device.type for t in (*module.parameters(), *module.buffers())}
-    return sorted(kind for kind in found if kind != "meta" and is_autocast_available(kind))
+    types = {t.device.type for t in (*module.parameters(), *module.buffers())}
+    return sorted(kind for kind in types if kind != "meta" and is_autocast_available(kind))
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
     is_on = any(map(torch.is_autocast_enabled, device_types(module)))
     if not is_on or any(p.dtype in HALF for p in module.parameters()):
         return Tensor.detach
-    return lambda one: one.detach().float() if one.dtype in HALF else one.detach()
+    return lambda tensor: tensor.detach().float() if tensor.dtype in HALF else tensor.detach()
 
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
@@ -163,7 +163,7 @@ class Node:
 
     @property
     def inputs(self) -> list[Node]:
-        return [one for one in self.leaves if isinstance(one, Node)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
     @property
     def pairs(self) -> list[list[Node]]:
@@ -172,7 +172,7 @@ class Node:
 
     @property
     def numbers(self) -> list[int | float]:
-        return [one for one in self.args if isinstance(one, (int, float))]
+        return [argument for argument in self.args if isinstance(argument, (int, float))]
 
     def is_function(self, *names: str, of: int | None = None) -> bool:
         """Did one of these functions return it, in place or not, or an operator that does the same? of: of so many tensors."""
@@ -197,9 +197,9 @@ def is_floating(value: Any) -> bool:
 def leaves_of(values: Any) -> list[Any]:
     """The values in nested tuples, lists and dicts, in their order."""
     if type(values) in (tuple, list):
-        return [leaf for one in values for leaf in leaves_of(one)]
+        return [leaf for value in values for leaf in leaves_of(value)]
     if type(values) is dict:
-        return [leaf for one in values.values() for leaf in leaves_of(one)]
+        return [leaf for value in values.values() for leaf in leaves_of(value)]
     return [values]
 
 
@@ -210,15 +210,15 @@ def tensors_in(values: Any) -> list[Tensor]:
 def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
     """The same nesting with other leaves."""
     if type(values) in (tuple, list):
-        return type(values)([recomputed(one, leaves) for one in values])
+        return type(values)([recomputed(value, leaves) for value in values])
     if type(values) is dict:
-        return {name: recomputed(one, leaves) for name, one in values.items()}
+        return {name: recomputed(value, leaves) for name, value in values.items()}
     return next(leaves)
 
 
 def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
     """The same nesting with function(tensor) in place of each tensor."""
-    return recomputed(values, (function(one) if isinstance(one, Tensor) else one for one in leaves_of(values)))
+    return recomputed(values, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(values)))
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -269,14 +269,14 @@ class Trace(Watched):
 
     def counted(self, call: Call) -> tuple[int, Call]:
         """(the place of a call among all, the call with Nodes)."""
-        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of(call)])
+        self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
         return len(self.calls) - 1, mapped(self.node, call)
 
     def record(self, kind: str, source: str, call: Call, results: object, function: Callable | None = None) -> None:
         at, call = self.counted(call)
         leaves = leaves_of(call)
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
-        trained = any(isinstance(one, Node) and one.trained for one in leaves) or (
+        trained = any(isinstance(leaf, Node) and leaf.trained for leaf in leaves) or (
             kind == "module" and bool(list(self.module.get_submodule(source).parameters()))
         )
         for i, result in enumerate(tree_leaves(results)):
@@ -295,7 +295,7 @@ class Trace(Watched):
         if self.inside:
             trained = bool(list(self.inside[-1].parameters()))
         else:
-            trained = any(self.node(one).trained for one in tensors_in((args, kwargs)))
+            trained = any(self.node(tensor).trained for tensor in tensors_in((args, kwargs)))
         if trained:
             self.note(function, args, kwargs, result)
         if not self.inside:
@@ -308,16 +308,16 @@ class Trace(Watched):
 
     def forget_views(self, changed: Tensor, name: str) -> list[tuple[Node, Node]]:
         """Other tensors of the memory that was changed are not what made them any more; returns their nodes before and now."""
-        found, strided = [], changed.layout == torch.strided
+        pairs, strided = [], changed.layout == torch.strided
         memory = changed.untyped_storage().data_ptr() if strided else 0
         for other in self.alive if memory else ():
             if not isinstance(other, Tensor) or other is changed or other.layout != torch.strided:
                 continue
             if other.untyped_storage().data_ptr() == memory:
                 now = Node("function", f"{name} of a view", other.shape, trained=True)
-                found.append((self.node(other), now))
+                pairs.append((self.node(other), now))
                 self.nodes[id(other)] = now
-        return found
+        return pairs
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         """Notes what a module returned: a leaf's is a node, but for an identity; others' nodes were made inside."""
@@ -326,16 +326,16 @@ class Trace(Watched):
             self.inside.pop()
         if self.inside:
             return
-        path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
+        path, arguments = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
         if of_leaf:
-            if id(result) not in given:
+            if id(result) not in arguments:
                 self.record("module", path, (args, kwargs), result)
             return
         at, call = self.counted((args, kwargs))
-        for i, one in enumerate(tree_leaves(result)):
-            if isinstance(one, Tensor) and id(one) not in given:
-                outer = Node("module", path, one.shape, *call, i, at, apart=self.is_apart(one))
-                self.node(one).calls.append(outer)
+        for i, output in enumerate(tree_leaves(result)):
+            if isinstance(output, Tensor) and id(output) not in arguments:
+                outer = Node("module", path, output.shape, *call, i, at, apart=self.is_apart(output))
+                self.node(output).calls.append(outer)
 
 
 def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
@@ -346,7 +346,9 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
     tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
-    given = [(one, one._version) for one in flat if isinstance(one, Tensor) and not one.is_inference()]
+    versions = [
+        (tensor, tensor._version) for tensor in flat if isinstance(tensor, Tensor) and not tensor.is_inference()
+    ]
     hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
@@ -355,7 +357,7 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     finally:
         for hook in hooks:
             hook.remove()
-    if any(one._version != version for one, version in given):
+    if any(tensor._version != version for tensor, version in versions):
         raise Unreadable("forward changes its arguments in place")
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")

@@ -71,9 +71,9 @@ class TracedLogits:
         if name in TOKEN_WISE:
             return statistic(step, self)
         if name in ELEMENTWISE:
-            if (found := formula_after(step, self)) is None:
+            if (match := formula_after(step, self)) is None:
                 return None
-            formula, dtype = found
+            formula, dtype = match
             return self.of(x, (name, *((-1, dtype) if name == "log_softmax" else args)), formula=formula, dtype=dtype)
         if not step.args:
             return None
@@ -81,12 +81,12 @@ class TracedLogits:
             return self
         if name == "float" or name == "to":
             wanted = [*args, *kwargs.values()] if name == "to" else [torch.float32]
-            one = wanted[0] if len(wanted) == 1 else None
-            there = isinstance(one, (torch.device, str)) and torch.device(one) == x.device
-            if there or one == self.dtype:
+            target = wanted[0] if len(wanted) == 1 else None
+            there = isinstance(target, (torch.device, str)) and torch.device(target) == x.device
+            if there or target == self.dtype:
                 return self
-            if one == torch.float32 and self.dtype.itemsize < 4:
-                return self.of(x, ("to", one), dtype=one)
+            if target == torch.float32 and self.dtype.itemsize < 4:
+                return self.of(x, ("to", target), dtype=target)
         elif name == "view" or name == "reshape":
             sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
             if len(sizes) > 1 and sizes[-1] == self.shape[-1]:
@@ -97,7 +97,7 @@ class TracedLogits:
                 return self.of(x.flatten(*args, **kwargs))
         elif name == "__getitem__":
             items = args[0] if isinstance(args[0], tuple) else (args[0],)
-            plain = all(isinstance(one, (int, slice)) or one is Ellipsis for one in items)
+            plain = all(isinstance(item, (int, slice)) or item is Ellipsis for item in items)
             n = self.dim()
             whole = items[-1] == slice(None) if Ellipsis in items or len(items) == n else len(items) < n
             return self.of(x[args[0]]) if plain and whole else None
@@ -130,8 +130,10 @@ class TracedLogits:
                 return result
         if step.kwargs.get("out") is not None or step.kwargs.get("inplace") or step.name in CHANGING:
             raise RuntimeError(IN_PLACE)
-        args = [one.read() if isinstance(one, TracedLogits) else one for one in args]
-        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in step.kwargs.items()}
+        args = [arg.read() if isinstance(arg, TracedLogits) else arg for arg in args]
+        kwargs = {
+            name: value.read() if isinstance(value, TracedLogits) else value for name, value in step.kwargs.items()
+        }
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
