@@ -65,7 +65,7 @@ class Original:
     """One call of an original forward, which runs when the first of its other results is read."""
 
     def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
-        self.forward, self.made = forward, []
+        self.forward, self.results = forward, []
         self.reads = [
             tensor
             for tensor in (*module.parameters(), *flat)
@@ -74,14 +74,14 @@ class Original:
         self.versions = [tensor._version for tensor in self.reads]
 
     def leaf(self, at: int) -> Tensor:
-        if not self.made:
+        if not self.results:
             if [tensor._version for tensor in self.reads] != self.versions:
                 raise RuntimeError(
                     "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
                     "their layer has changed since the call; read them before the optimizer's step"
                 )
-            self.made = tree_flatten(self.forward())[0]
-        return self.made[at]
+            self.results = tree_flatten(self.forward())[0]
+        return self.results[at]
 
 
 class Unread(Tensor):
@@ -174,7 +174,7 @@ class Segment:
         self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op forms no gradient of these
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
-    def given(self, flat: list[Any]) -> dict[str, Any]:
+    def op_arguments(self, flat: list[Any]) -> dict[str, Any]:
         """The op's arguments in a call."""
         return self.arguments(Inputs(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
@@ -185,7 +185,7 @@ class Segment:
 
     def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
         """The op's result, in the call with these values."""
-        arguments = self.given(flat)
+        arguments = self.op_arguments(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(

@@ -299,7 +299,7 @@ class Cuts:
     def __init__(
         self, record: Record, allowed: Container[nn.Module], fixed: Collection[nn.Module] = (), slices: bool = True
     ):
-        self.record, self.allowed, self.given, self.slices = record, allowed, fixed, slices
+        self.record, self.allowed, self.fixed, self.slices = record, allowed, fixed, slices
         self.names = {module: name for name, module in record.model.named_modules()}
         self.calls: dict[nn.Module, list[Called]] = {}
         for called in record.called:
@@ -319,7 +319,7 @@ class Cuts:
         """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
         cuts = self.whole.get(called.module, {})
-        if called.module in self.given or (cuts and all(cut.size <= bound and cut.gains for cut in cuts.values())):
+        if called.module in self.fixed or (cuts and all(cut.size <= bound and cut.gains for cut in cuts.values())):
             yield cuts[called]
             return
         first, is_list = 0, self.is_list(called)
@@ -385,7 +385,7 @@ class Cuts:
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
         """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
         not lower the peak."""
-        own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.given for inner in m.modules())]
+        own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.fixed for inner in m.modules())]
         lists = filter(self.is_list, self.record.called)
         # of runs from the first layer on, of each list
         runs = {sum(self.record.between(outer.start, inner.stop).values()) for outer in lists for inner in outer.inner}

@@ -205,7 +205,7 @@ class Form:
         if not self.refused.isdisjoint(kinds):
             return False
         if not self.harmless.issuperset(kinds):
-            args, example = call = self.made()
+            args, example = call = self.example_call()
             with no_trace(self.module):  # in the middle of a training step
                 self.known |= set(not_looked_at(self.module, call, new))
                 new = {name: value for name, value in new.items() if name not in self.known}
@@ -222,7 +222,7 @@ class Form:
         again = "Give convert a call like those of training"
         if names := ", ".join(name for name in call[1] if name not in self.known):
             return f"the example for convert had no {names}. {again}"
-        ours, examples = self.counting(call), self.counting(self.made())
+        ours, examples = self.counting(call), self.counting(self.example_call())
         names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
         for name, argument, example in zip(names, ours, examples, strict=False):
             if len({regardless_of_precision(pattern_of([value], [])) for value in (argument, example)}) > 1:
@@ -231,7 +231,7 @@ class Form:
                 )
         return f"it has other arguments than the example for convert. {again}"
 
-    def made(self) -> Call:
+    def example_call(self) -> Call:
         """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
         parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
         for i, leaf in enumerate(leaves):

@@ -33,7 +33,7 @@ class Result(NamedTuple):
     output: int
 
 
-class Of(NamedTuple):
+class FromInput(NamedTuple):
     """What follows the op's input in the present call: its dtype or device, or a number, `value` where it has `samples`."""
 
     name: str
@@ -48,7 +48,7 @@ class Of(NamedTuple):
         return x.shape[0] * self.value // self.samples
 
 
-Followed = dict[tuple[int, int], Of | None]  # by (call, argument); None: it changes in another way
+Followed = dict[tuple[int, int], FromInput | None]  # by (call, argument); None: it changes in another way
 
 
 class Step(NamedTuple):
@@ -106,7 +106,7 @@ def live(value: Any, module: nn.Module, call: Inputs) -> Any:
         return call.flat[value.index]
     if isinstance(value, Weight):
         return operator.attrgetter(value.path)(module)
-    return value.of(call.x) if isinstance(value, Of) else value
+    return value.of(call.x) if isinstance(value, FromInput) else value
 
 
 class Resolver:
@@ -166,7 +166,7 @@ class Resolver:
         if isinstance(value, Node):
             return self.value(value)
         if isinstance(value, torch.device):
-            return Of("device")
+            return FromInput("device")
         if self.followed is None and type(value) in (torch.dtype, int):
             raise Unreadable(
                 "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
@@ -202,9 +202,9 @@ def following(before: list[list[Any]], after: list[list[Any]], B: int, times: in
             if type(value) in COMPARED and value != other:
                 follows[at, i] = None
                 if isinstance(value, torch.dtype):
-                    follows[at, i] = Of("dtype")
+                    follows[at, i] = FromInput("dtype")
                 elif type(value) is type(other) is int and other == times * value:
-                    follows[at, i] = Of("samples", value, B)
+                    follows[at, i] = FromInput("samples", value, B)
     return follows
 
 

@@ -106,7 +106,7 @@ def count_hooks(module: nn.Module) -> int:
 # -- the model
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is replaced."""
 
     rows: list[Row]
@@ -149,11 +149,11 @@ class _Conversion:
         self.seen.add(id(module))
         self.shown(name)
         with self.shards.whole(module):
-            outcome, may_be = Found([]), self.include is None or matches(self.include, name, module)
+            outcome, may_be = Outcome([]), self.include is None or matches(self.include, name, module)
             if may_be:
                 outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
             if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
-                outcome = Found([row_of(name, module, "another rank has found something else")])
+                outcome = Outcome([row_of(name, module, "another rank has found something else")])
             if outcome.put is not None:
                 outcome.put()
                 self.rows += outcome.rows
@@ -193,7 +193,7 @@ class _Conversion:
             parts = {id(row) for row in inner if row.replaced_by is None}
             self.rows = [row for row in self.rows if id(row) not in parts]
 
-    def drop_in(self, name: str, module: nn.Module) -> Found | None:
+    def drop_in(self, name: str, module: nn.Module) -> Outcome | None:
         drop_in = DROP_INS.get(class_of(module))
         if drop_in is None:
             return None
@@ -210,16 +210,16 @@ class _Conversion:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
 
-        return Found([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
+        return Outcome([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
 
-    def head(self, name: str, module: nn.Module) -> Found | None:
+    def head(self, name: str, module: nn.Module) -> Outcome | None:
         """An LM head, or the norm before it."""
         row, forward = self.heads.row(name, module, self.mlp) if self.heads else (None, None)
         if forward is not None:
-            return Found([row], lambda: self.set(row, module, forward))
-        return Found([row]) if row is not None and self.include is None else None
+            return Outcome([row], lambda: self.set(row, module, forward))
+        return Outcome([row]) if row is not None and self.include is None else None
 
-    def fused(self, name: str, module: nn.Module) -> Found:
+    def fused(self, name: str, module: nn.Module) -> Outcome:
         """No row for a module that the model did not call, or that has no layers in it."""
         calls, kind = self.calls.get(module, []), class_of(module)
         if kind is nn.Linear and self.include is not None:
@@ -227,10 +227,10 @@ class _Conversion:
         elif not calls and kind is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
             calls = calls_of(module[0])
         if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
-            return Found([])
+            return Outcome([])
         if module in self.hooked:
             reason = "there are hooks or parametrizations inside that last for a call of the model only"
-            return Found([row_of(name, module, reason)])
+            return Outcome([row_of(name, module, reason)])
         row = row_of(name, module)
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)
@@ -240,15 +240,15 @@ class _Conversion:
                 return runs
             if is_block(name, module) and (why := why_general(module)):
                 return self.general(row, module, calls, why if why == str(reason) else f"{why}: {reason}")
-            return Found([row])
+            return Outcome([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(call))[segment.x]
-        return Found([row], lambda: self.bind(row, forward, call, x))
+        return Outcome([row], lambda: self.bind(row, forward, call, x))
 
-    def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
+    def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Outcome:
         """An activation checkpoint, unless it is seen to be wrong."""
         checkpoint, row.reason = general(module, self.mlp, calls[0]), why
         checkpoint.share(row.name, self.cut)
@@ -256,9 +256,9 @@ class _Conversion:
             row.error = error_of(checkpoint, calls)
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
-            return Found([row])
+            return Outcome([row])
         row.replaced_by = "checkpoint"
-        return Found([row], lambda: self.bind(row, checkpoint, without_caches(calls[0])))
+        return Outcome([row], lambda: self.bind(row, checkpoint, without_caches(calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
@@ -321,7 +321,7 @@ class _Conversion:
         places = {name: i for i, name in enumerate(names.values())}
         self.rows.sort(key=lambda row: places.get(row.name.partition("[")[0], 0))
 
-    def runs(self, name: str, module: nn.Sequential) -> Found | None:
+    def runs(self, name: str, module: nn.Sequential) -> Outcome | None:
         runs, rows = runs_of(module, self.mlp), []
         for start, stop, run, error in runs:
             call, op = calls_of(module[start])[1], next(iter(run.segments.values())).op
@@ -333,7 +333,7 @@ class _Conversion:
                 self.set(row, run.module, run)
             self.set(row_of(name, module), module, Runs(module, [run[:3] for run in runs], self.mlp))
 
-        return Found(rows, put) if runs else None
+        return Outcome(rows, put) if runs else None
 
 
 def row_of(name: str, module: nn.Module, reason: str = "") -> Row:

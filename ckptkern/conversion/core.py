@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .computed import Of, call
+from .computed import FromInput, call
 from .masks import causal_attention, window_of
 from .reading import Steps, Weight, in_training
 from .trace import Node
@@ -122,7 +122,7 @@ def _over_windows(mask: Node, scores: torch.Size) -> Node:
     if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
         return mask
     images, windows, _, *rows = scores
-    times = Of("samples", images, images * windows)
+    times = FromInput("samples", images, images * windows)
     whole = call(Tensor.expand, mask, times, -1, -1, -1, -1)
     return call(Tensor.flatten, whole, 0, 1, shape=(images * windows, 1, *rows))
 

@@ -209,7 +209,7 @@ class Watch:
     ):
         """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
         paths of modules whose hooks a call gives what they collect."""
-        self.module, self.given = module, [module.get_submodule(path) for path in routers]
+        self.module, self.routers = module, [module.get_submodule(path) for path in routers]
         self.structure = [
             (m, path, {name: (child, type(child)) for name, child in m._modules.items()})
             for path, m in module.named_modules()
@@ -236,7 +236,7 @@ class Watch:
         hooks = [
             d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        collecting = {id(m._forward_hooks) for m in self.given}  # of routers, which a call gives the logits
+        collecting = {id(m._forward_hooks) for m in self.routers}  # of routers, which a call gives the logits
         children = [m._modules.values() for m, _, children in self.structure if children]
         below, classes = ([child[i] for *_, held in self.structure for child in held.values()] for i in (0, 1))
         valued = [(vars(held.owner), held.values) for held in self.held if held.values]
@@ -308,7 +308,7 @@ class Watch:
                 yield f"{path} is in {'training' if m.training else 'evaluation'} mode, other than the layer that it is in"
         yield from self.added()
         for m, path, _ in self.structure[1:]:
-            if m in self.given and m._forward_hooks and not collects_first(m._forward_hooks):
+            if m in self.routers and m._forward_hooks and not collects_first(m._forward_hooks):
                 yield f"{path} has a hook that does not collect its logits"
         for owner, path, values, objects, *_ in self.held:
             for name, was in (values | objects).items():

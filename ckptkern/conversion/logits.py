@@ -158,7 +158,7 @@ class Matmul:
         self.aliases: list[Tensor] = []
         self.before_backward: list[Callable] = []  # hooks of fully_shard
         self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
-        self.given: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
+        self.lazy_logits: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -178,9 +178,9 @@ class Matmul:
         """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
         self.before_backward.append(hook)
         self.shards += [(shard, shard._version) for shard in shards_of(hook)]
-        for logits in list(self.given.values()):
-            if logits.step is None and logits.made:
-                self.announced(logits.made[0])
+        for logits in list(self.lazy_logits.values()):
+            if logits.step is None and logits.computed:
+                self.announced(logits.computed[0])
 
     def gather(self) -> None:
         """Gathers parameters again that fully_shard has resharded since, as backward would: for a result with a gradient, which
@@ -225,7 +225,7 @@ class Matmul:
     def show(self) -> None:
         """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
         if not self.is_shown:
-            for logits in list(self.given.values()):
+            for logits in list(self.lazy_logits.values()):
                 logits.values()
             self.is_shown = True
 
@@ -251,9 +251,9 @@ class _LazyLogits(torch.autograd.Function):
             dtype=placeholder.dtype,
             device=matmul.x.device,
         )
-        vars(logits).update(fields, made=[])
-        matmul.given[id(logits)] = logits
-        ctx.matmul, ctx.step, ctx.made = matmul, logits.step, logits.made
+        vars(logits).update(fields, computed=[])
+        matmul.lazy_logits[id(logits)] = logits
+        ctx.matmul, ctx.step, ctx.computed = matmul, logits.step, logits.computed
         ctx.set_materialize_grads(False)  # DistributedDataParallel's sink passes None on
         return logits
 
@@ -265,8 +265,8 @@ class _LazyLogits(torch.autograd.Function):
         matmul, wanted = ctx.matmul, ctx.needs_input_grad[1:]
         for hook in matmul.before_backward:
             hook(dy)
-        if ctx.made:  # they may have been changed in place since
-            (y,), tensors = ctx.made, matmul.aliases
+        if ctx.computed:  # they may have been changed in place since
+            (y,), tensors = ctx.computed, matmul.aliases
         else:
             tensors = [t.detach().requires_grad_(need) for t, need in zip(matmul.tensors, wanted, strict=True)]
             with torch.enable_grad():
@@ -294,13 +294,13 @@ class Logits(Tensor):
     formula: Formula = Formula()
     step: Step | None = None
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
-    made: list[Tensor]  # its values, if there are any; shared with its node
+    computed: list[Tensor]  # its values, if there are any; shared with its node
     known: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     def values(self) -> Tensor:
         """Those of the matmul, which are made once, after the steps."""
-        if not self.made:
+        if not self.computed:
             with torch.inference_mode(False), torch.enable_grad():
                 if self.step is None:
                     # a gradient for aliases of the tensors ends there: one for a tied weight itself would go on through x to
@@ -310,13 +310,13 @@ class Logits(Tensor):
                     result = matmul.announced(matmul.values(matmul.aliases))
                 else:
                     result = self.step.of(Logits.values)
-                self.made.append(result.detach() if self.detached else result)
-        return self.made[0]
+                self.computed.append(result.detach() if self.detached else result)
+        return self.computed[0]
 
     def apart(self) -> Tensor:
         """Values for who wants no gradient: those of what detach() returned are computed once, as long as it lives."""
-        if self.made:
-            return self.made[0].detach()
+        if self.computed:
+            return self.computed[0].detach()
         if self.known is not None:
             return self.known
         values = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
@@ -375,7 +375,7 @@ class Logits(Tensor):
         if step.changes_logits:  # copies that are still to be made are those of before
             matmul.show()
         result = step.of(Logits.values)
-        if any(share(leaf, values) for leaf in leaves_of(result) for z in logits for values in z.made):
+        if any(share(leaf, values) for leaf in leaves_of(result) for z in logits for values in z.computed):
             matmul.show()
         return result
 
@@ -388,7 +388,7 @@ class Logits(Tensor):
         def values(logits: Logits) -> Tensor:
             if not logits.detached or is_result(logits):
                 logits.matmul.say(step)
-            return logits.made[0].detach() if logits.made else replayed(logits.step, logits.matmul.values())
+            return logits.computed[0].detach() if logits.computed else replayed(logits.step, logits.matmul.values())
 
         return step.of(values)
 

@@ -259,7 +259,7 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
     """The values of calls of experts, or of an MoE block, that show what its example may not: a clamp in the experts, or of the
     logits, and a limit to the rows of an expert. segment: the region in its place; flat: the example's values."""
-    x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.given(flat)
+    x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.op_arguments(flat)
 
     def call(x: Tensor) -> list[Any]:
         return [x if i == segment.x else value for i, value in enumerate(flat)]

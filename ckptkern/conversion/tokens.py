@@ -281,7 +281,7 @@ def arguments_of(step: Any) -> dict[str, Any]:
     return dict(zip(NAMES[step.name], step.args, strict=False)) | named
 
 
-def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
+def class_arguments(step: Any, logits: Tensor) -> dict[str, Any] | None:
     """The arguments by name of a function over the classes; None for another call."""
     arguments = arguments_of(step)
     dim, n = arguments.get("dim"), logits.dim()
@@ -339,7 +339,7 @@ def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
     if name == "exp":
         if len(args) != 1 or step.kwargs or formula.factor != 1:
             return None
-    elif (arguments := given(step, logits)) is None:
+    elif (arguments := class_arguments(step, logits)) is None:
         return None
     else:
         options = {"dim": -1} | ({"dtype": arguments["dtype"]} if arguments.get("dtype") is not None else {})
@@ -374,7 +374,7 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
     name, (form, factor) = step.name, logits.formula[-2:]
     if (
         (name, form) not in STATISTICS
-        or (arguments := given(step, logits)) is None
+        or (arguments := class_arguments(step, logits)) is None
         or (name == "argmax" and factor != 1)
     ):
         return None
