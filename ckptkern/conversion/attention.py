@@ -1,6 +1,6 @@
-"""Reads attention: its projections, output gate, q/k norm, rotary tables, masks and sinks, around its core (core.py); and
-multi-head latent attention (DeepSeek-V2), whose k and v are projected from a latent, and a part of k that is rotated is one for
-all heads."""
+"""Reads attention around its core (core.py): projections, output gate, q/k norm, rotary tables, masks and sinks. Also reads
+multi-head latent attention (DeepSeek-V2), where k and v are projected from a latent and all heads share the rotated part of
+k."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROTATING = (
 
 @dataclass
 class Projection:
-    """What lies between a core's operand and the linear layers that it comes from."""
+    """Lists what lies between an operand of core attention and the linear layers that it comes from."""
 
     linears: tuple[Node, ...] = ()
     norms: tuple[Node, ...] = ()
@@ -57,7 +57,7 @@ class Projection:
 
 
 def read_attention(steps: Steps, node: Node) -> Reading:
-    """The sublayer, whose q, k and v are projected from its input, or from a latent. Raises Unreadable."""
+    """Returns the attention sublayer, whose q, k and v are projected from its input or from a latent. Raises Unreadable."""
     if isinstance(steps.leaf(node), nn.MultiheadAttention):
         return _of_module(steps, node)
     out = steps.linear(node, "the branch's end")
@@ -102,7 +102,8 @@ def read_attention(steps: Steps, node: Node) -> Reading:
 
 
 def projection(steps: Steps, node: Node, result: Projection, apart: bool = False) -> Projection:
-    """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
+    """Adds all linear layers behind a node to `result`, with the norms, outside tensors and factors on the way, and returns
+    it. apart: no linear layer is behind the node."""
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
         if node not in result.linears:
@@ -144,7 +145,7 @@ def _reads_linear(steps: Steps, node: Node) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Are these nodes of one tensor, or of the same function of such nodes?"""
+    """Returns whether two nodes are the same tensor, or the same function of such nodes."""
     if a is b or not isinstance(a, Node) or not isinstance(b, Node):
         return a == b
     ours, theirs = a.leaves, b.leaves
@@ -153,7 +154,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
-    """(arguments, the node that the projections read, choices)."""
+    """Returns (arguments, the node that the projections read, choices). Raises Unreadable."""
     if any(len(part.linears) != 1 for part in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
     nodes = [part.linears[0] for part in (q, k, v)]
@@ -197,7 +198,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
 
 
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
-    """What the projections of k and v read, if it is not what that of q reads."""
+    """Returns the argument `key_value` if k and v are projected from another tensor than q; {} otherwise. Raises Unreadable."""
     if query is key is value:
         return {}
     if key is not value:
@@ -232,7 +233,7 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
 
 
 def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
-    """The arguments with which q and k may be rotated."""
+    """Returns the arguments by which q and k may be rotated, a dict for each way."""
     if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
@@ -263,7 +264,7 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
 
 
 def _from_first_row(view: Node) -> bool:
-    """Is it made by views that begin at the first row?"""
+    """Returns whether the view begins at the tensor's first row."""
     while view.inputs:
         if view.is_function("__getitem__"):
             keys = leaves_of(view.args[1])
@@ -276,7 +277,7 @@ def _from_first_row(view: Node) -> bool:
 
 
 def is_causal_buffer(steps: Steps, mask: Node) -> bool:
-    """Does the mask come from a buffer that is causal as a whole, not only in the rows of this example?"""
+    """Returns whether the mask is a view of a buffer that is causal as a whole, not only in the rows of this example."""
     while mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
         mask = mask.inputs[0]
     if mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
@@ -291,7 +292,8 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
 
 
 def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
-    """attn_mask and is_causal, from what is added to the scores or hides some. seen: is emptied."""
+    """Returns the arguments attn_mask and is_causal for the masks `seen`, which are added to the scores or hide some.
+    Empties `seen`."""
     pairs, causal = [], False
     while seen:
         addend = seen.pop()
@@ -324,8 +326,8 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
 
 
 def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed | None:
-    """The argument that the core's mask is, and how it is viewed; or what it is computed of. sliced: it may have more columns
-    than there are keys."""
+    """Returns a mask as an argument of the call, in the form in which it is viewed, or as a computed tensor. sliced: the
+    mask may have more columns than there are keys."""
     if seen is None:
         return None
     mask = steps.strip(seen)
@@ -350,7 +352,7 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed 
 
 
 def _of_module(steps: Steps, node: Node) -> Reading:
-    """Attention by an nn.MultiheadAttention inside the module."""
+    """Returns attention by an nn.MultiheadAttention inside the module. Raises Unreadable."""
     module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
@@ -385,7 +387,7 @@ EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
 def joined_of(steps: Steps, node: Node) -> list[Node]:
-    """What a tensor is joined of: of a cat, or of what was written to parts of an empty one."""
+    """Returns the tensors that a tensor is joined from, by a cat or by writes into parts of an empty tensor."""
     node = steps.strip(node)
     if node.is_function("cat"):
         return node.inputs
@@ -399,7 +401,7 @@ def joined_of(steps: Steps, node: Node) -> list[Node]:
 
 
 def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Layer) -> tuple[dict[str, Any], Node]:
-    """(arguments, the node that the projections read)."""
+    """Returns (arguments, the node that the projections read). Raises Unreadable."""
     layers = {
         "q": steps.linear(q, "q"),
         "kv_a": steps.linear(kv_a, "the latent"),
@@ -408,7 +410,7 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
     x, norms = layers["kv_a"].input, {}
 
     def before_norm(name: str, node: Node) -> Node:
-        """What the norm of this latent reads, or the node itself."""
+        """Returns what the norm of this latent reads, or the node itself if there is no norm."""
         if (norm := steps.norm(node)) is None:
             return node
         norms[name] = norm

@@ -1,11 +1,11 @@
-"""Replaces a module's forward by the fused call, or by the original if the guard sees a change.
+"""Replaces a module's forward by the fused call, or by the original forward if the guard sees a change.
 
-`bound` finds all that convert set in a model, and `revert` undoes it.
+`bound` lists all that convert set in a model, and `revert` undoes it.
 
-Hooks: some last for a call of the model, such as those by which peft tells adapters which sample is whose (`adapter_names`),
-and are gone when backward recomputes; the recompute runs with those that were there in forward. Placeholders stand for
-attention's probabilities, which hardly any caller reads: the original forward computes them when they are read. Groups: several
-layers in a row that a model calls one by one are one checkpointed region.
+Hooks: some last for one call of the model, such as those of peft's `adapter_names`, and are gone when backward recomputes; the
+recompute runs with the hooks of the forward. Placeholders: attention's probabilities, which callers rarely read, are computed
+by the original forward when they are read. Groups: several layers in a row, which a model calls one by one, form one
+checkpointed region.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ANSWERED = frozenset(
 
 
 class Original:
-    """One call of an original forward, which runs when the first of its other results is read."""
+    """Runs one call of an original forward when the first of its other results is read."""
 
     def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
         self.forward, self.results = forward, []
@@ -85,8 +85,8 @@ class Original:
 
 
 class Unread(Tensor):
-    """Attention's probabilities until they are read: any function that takes them gets values, which a gradient flows through.
-    Their dropout samples anew."""
+    """Stands for attention's probabilities until they are read: any function that takes them gets values, through which
+    gradients flow. Their dropout samples anew."""
 
     original: Original
     at: int
@@ -114,7 +114,8 @@ class Unread(Tensor):
 
 
 def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """held: each dict of hooks, and what was in it. What bitsandbytes parametrizes has hooks, and is read in its 4 bits."""
+    """Calls `run` with earlier hooks, and with the weights that bitsandbytes parametrizes read in 4 bits. held: each dict of
+    hooks, with its earlier contents."""
     changed = [(own, was, dict(own)) for own, was in held if own != was]
     try:
         for own, was, _ in changed:
@@ -144,17 +145,16 @@ REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ 
 
 
 def mode_of(op: str, activation: str | None, mode: str) -> str:
-    """An op's mode in a model at `mode`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
-    would save its widest tensors."""
+    """Returns an op's mode in a model at `mode`. "selective" saves attention's result and the bits of a relu; an MLP then
+    runs at "full", because its own "selective" saves its widest tensors."""
     if mode != "selective" or op in ATTENDING:
         return mode
     return mode if (op, activation) == ("linear_act", "relu") else "full"
 
 
 class Segment:
-    """A fused op in place of a forward, as `reading` says. template: the op's arguments; x: the argument that is its input;
-    caches: arguments that collect keys and values, which a fused call does not fill.
-    """
+    """Runs a fused op in place of a forward, as `reading` says. template: the op's arguments; x: the index of the argument
+    that is its input; caches: the arguments that collect keys and values, which a fused call leaves empty."""
 
     def __init__(self, module: nn.Module, reading: Reading, caches: Collection[int] = ()):
         self.module, self.reading, self.caches = module, reading, caches
@@ -175,16 +175,16 @@ class Segment:
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
     def op_arguments(self, flat: list[Any]) -> dict[str, Any]:
-        """The op's arguments in a call."""
+        """Returns the op's arguments in a call with these values."""
         return self.arguments(Inputs(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
     @property
     def unread(self) -> bool:
-        """Does the forward return probabilities, for which placeholders stand?"""
+        """Returns whether the forward returns probabilities, for which placeholders stand."""
         return self.reading.result is not None and Unread in self.reading.result[1]
 
     def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
-        """The op's result, in the call with these values."""
+        """Returns the op's result in a call with these values."""
         arguments = self.op_arguments(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
@@ -200,7 +200,7 @@ class Segment:
     def __call__(
         self, flat: list[Any], mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None
     ) -> object:
-        """What forward returns. forward: the original one, for what is computed when it is read."""
+        """Returns what the module's forward returns. forward: the original forward, for results that are computed when read."""
         return self.returned(self.y(flat, mode, workspace), flat, forward)
 
     def returned(self, y: Tensor, flat: list[Any], forward: Callable[[], object] | None = None) -> object:
@@ -220,12 +220,12 @@ class Segment:
 
 
 class Forward:
-    """What convert sets as a module's `forward`.
+    """Replaces a module's `forward`.
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
-    sublayer of a transformer_layer. workspace: of its op, if it has one. store: where what is saved goes; a copy of the module
-    has none. calls: how many calls with gradients ran fused, as an activation checkpoint, and in training as the original
-    forward, without those under torch.compile. name: of its row.
+    sublayer of a transformer_layer. workspace: its op's, if it has one. store: where saved tensors go; a copy of the module has
+    none. calls: the number of calls with gradients that ran fused, as an activation checkpoint, and in training as the original
+    forward, without those under torch.compile. name: its row's.
     """
 
     differs = False  # did the last call run otherwise than the row says?
@@ -245,7 +245,7 @@ class Forward:
         return self.__dict__ | {"store": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process the attention implementation that the configuration names may not be known yet."""
+        """Restores the object, and registers the attention implementation, which another process may not know yet."""
         self.__dict__.update(state)
         if "transformers.masking_utils" in sys.modules:
             masks.register()
@@ -265,7 +265,7 @@ class Forward:
         raise NotImplementedError
 
     def unbind(self) -> None:
-        """Gives its module back the forward that it had."""
+        """Restores the forward that the module had."""
         del self.module.forward
         if self.previous is not None:
             self.module.forward = self.previous
@@ -277,22 +277,24 @@ class Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
-        """The original forward, of which a training call is counted."""
+        """Runs the original forward, and counts a training call."""
         if torch.is_grad_enabled() and self.module.training and not is_compiling():
             self.count("original", why)
         return self.original(*args, **kwargs)
 
     def count(self, ran: str, why: Callable[[], str] | None = None) -> None:
-        """Counts a call. why: the cause and the remedy, if it runs otherwise than the row says, of which it warns once."""
+        """Counts a call. why: the cause and the remedy of a call that does not run as its row says; the first such call
+        warns."""
         self.calls[ran] += 1
         if why is not None and not self.differs:
             warn_of(self.name, ran, type(self.module).__name__, why())
         self.differs = why is not None
 
     def may_leave_empty(self, caches: list[Any]) -> bool:
-        """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
+        """Returns whether this is a training step with empty caches, which then stay empty, as under any activation checkpoint.
+        Warns once.
 
-        Not without gradients: a model in training mode may generate, and reads its caches.
+        A call without gradients is excluded: a model in training mode may generate, and reads its caches.
         """
         if not (torch.is_grad_enabled() and self.module.training) or any(cache.get_seq_length() for cache in caches):
             return False
@@ -306,7 +308,8 @@ class Forward:
         context_fn: Callable = noop_context_fn,
         why: Callable[[], str] | None = None,
     ):
-        """The original forward as an activation checkpoint, in which caches stay empty: a recompute would fill them twice."""
+        """Runs the original forward as an activation checkpoint. Caches stay empty, because a recompute would fill them
+        twice."""
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches:
             if not self.may_leave_empty(caches):
@@ -327,14 +330,14 @@ class Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def recomputed(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
-        """Returns what an activation checkpoint of this call runs."""
+        """Returns the function that an activation checkpoint of this call runs."""
         return MethodType(type(self.module).forward, self.module)
 
 
 class Fused(Forward):
-    """The fused call for arguments of a checked pattern, else the forward of the module's class.
+    """Runs the fused op for arguments of a checked pattern, and the forward of the module's class for others.
 
-    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as an activation
+    If the inside is not as it was checked (LoRA, a hook, a quantized weight), the class's forward runs as an activation
     checkpoint, which saves its inputs alone.
     """
 
@@ -344,7 +347,7 @@ class Fused(Forward):
         self.watch_anew()
 
     def watch_anew(self) -> None:
-        """Takes the inside as it is now for what was checked."""
+        """Takes the present inside as the checked one."""
         segments = [segment for segment in self.segments.values() if segment is not None]
         live = live_attributes(self.module, [segment.template for segment in segments])
         self.watch = Watch(
@@ -416,7 +419,7 @@ class Fused(Forward):
         return segment(flat, "none", None)
 
     def why_changed(self, segment: Segment, flat: list[Any]) -> Callable[[], str] | None:
-        """Says why the original runs as an activation checkpoint; None if the op runs."""
+        """Returns a function that says why the original runs as an activation checkpoint; None if the op runs."""
         if segment.attends and in_context_parallel():
             return lambda: "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
         if any(requires_grad(flat[i]) for i in segment.constants):
@@ -434,18 +437,19 @@ class Fused(Forward):
 
 
 def forward_of(module: nn.Module) -> Forward | None:
-    """What convert set as its forward, if it did."""
+    """Returns the Forward that convert set in the module, if it did."""
     own = module.__dict__.get("forward")
     return own if isinstance(own, Forward) else None
 
 
 def is_cache(value: object) -> bool:
-    """Does it collect keys and values, as transformers' caches do?"""
+    """Returns whether the value collects keys and values, as transformers' caches do."""
     return hasattr(value, "get_seq_length")
 
 
 def without_caches(call: Call) -> Call:
-    """A call with None in place of caches. What holds none is the same object: a layer may append to a list."""
+    """Returns the call with None in place of caches. An argument without caches stays the same object: a layer may append to
+    a list."""
 
     def emptied(value: Any) -> Any:
         leaves = leaves_of(value)
@@ -456,8 +460,8 @@ def without_caches(call: Call) -> Call:
 
 
 class General(Forward):
-    """The class's forward as an activation checkpoint, or as it is at recompute="none". decides: what its forward decides is
-    saved (`saved_decisions`), if it decides anything."""
+    """Runs the class's forward as an activation checkpoint, or unchanged at recompute="none". decides: forward makes
+    decisions, which are saved (`saved_decisions`)."""
 
     parts: Parts | None = None
     how = ""  # it runs, if in parts
@@ -468,7 +472,7 @@ class General(Forward):
         self.context_fn = saved_decisions if decides else noop_context_fn
 
     def cut(self, call: Call) -> None:
-        """Runs it in parts from now on, if its inside can be watched."""
+        """Lets the forward run in parts from now on, if its inside can be watched."""
         with contextlib.suppress(Exception):  # whatever a forward makes of the call
             # and attributes that other calls may read
             whole = dict.fromkeys(path for path, _ in self.module.named_modules())
@@ -481,7 +485,7 @@ class General(Forward):
         return self.checkpointed(args, kwargs, context_fn=self.context_fn)
 
     def share(self, name: str, others: list[tuple[str, General]]) -> None:
-        """Takes the plans of one of these whose module is like its own; otherwise it joins them."""
+        """Takes the plans of one of `others` whose module is like this one; otherwise adds this one to them."""
         if self.parts is None:
             return
         for other_name, other in others:
@@ -501,14 +505,14 @@ class General(Forward):
 
 
 def kinds_inside(forward: Forward) -> list[tuple]:
-    """Returns what runs the modules inside that are converted."""
+    """Returns the path and class of the Forward of each converted module inside, and whether it is token-wise."""
     inside = [(path, forward_of(m)) for path, m in forward.module.named_modules() if m is not forward.module]
     return [(path, type(inner), inner.is_token_wise) for path, inner in inside if inner is not None]
 
 
 class Own(Forward):
-    """The forward of a drop-in replacement, which reads its module's own mode. is_composed: did the last call run as a
-    checkpoint of its submodules, which `nn.unmodified.composed` notes?"""
+    """Runs the forward of a drop-in replacement, which reads its module's own mode. is_composed: the last call ran as a
+    checkpoint of its submodules, as `nn.unmodified.composed` notes."""
 
     is_composed = False
 
@@ -521,7 +525,7 @@ class Own(Forward):
         return y
 
     def why_composed(self) -> str:
-        """What inside it no op stands for, or that its call is the cause, and the remedy."""
+        """Returns what inside the module no op supports, or else that its arguments are the cause, with the remedy."""
         for path, m in list(self.module.named_modules())[1:]:
             if not (untouched(m) and dense(m)):
                 return f"{path} has a hook, a forward of its own, or a weight that is no plain memory. {AGAIN}"
@@ -531,8 +535,8 @@ class Own(Forward):
 
 
 class Runs(Forward):
-    """nn.Sequential, in which runs of layers are fused or activation checkpoints. runs: (start, stop, what runs them), which is
-    the forward of an nn.Sequential of these layers, set as that."""
+    """Runs an nn.Sequential in which runs of layers are fused or activation checkpoints. runs: (start, stop, the forward of
+    an nn.Sequential of these layers)."""
 
     def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused | General]], recompute: str):
         super().__init__(module, recompute)
@@ -557,10 +561,10 @@ def requires_grad(value: object) -> bool:
 
 
 class Group:
-    """The layers of one region, by their place in it. An object without tensors, so that deepcopy and pickle take it.
+    """Describes the layers of one region, by their place in it. It holds no tensors, so that deepcopy and pickle work.
 
-    A layer joins the region of the layer before it if it takes what that returned, unchanged. Otherwise, as where the model
-    adds something in between, it begins a region, or runs as it is if no layer is known to join that.
+    A layer joins the region of the layer before it if it takes that layer's result unchanged. Otherwise, as where the model
+    adds something in between, it begins a region, or runs alone if no layer is known to join it.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -574,7 +578,7 @@ class Group:
         return Group, (self.names,)
 
     def regions(self, ran: bool) -> list[list[str]]:
-        """The names of the layers of each region: of those that were formed, if a training call ran."""
+        """Returns the names of the layers of each region: of the regions that were formed, if a training call ran."""
         regions: list[list[str]] = []
         for place, name in enumerate(self.names):
             if place and (place in self.joined or not ran):
@@ -616,8 +620,8 @@ class Group:
 
 
 def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
-    """Makes regions of `every` layers in a row, in each list of converted layers. The last ones run by themselves, because
-    their backward comes first."""
+    """Groups `every` layers in a row, in each list of converted layers, into regions. The last layers of a list run alone,
+    because their backward comes first."""
     lists: dict[str, list[tuple[str, Forward]]] = {}
     modules = dict(model.named_modules())
     for row in rows:
@@ -639,7 +643,7 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
 
 
 def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
+    """Returns (the attributes of a module or a configuration, the ones that convert set) for each."""
     pairs = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
     for module in model.modules():
         attributes = vars(module)
@@ -653,7 +657,7 @@ def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def check_not_split(op: str, model: nn.Module) -> None:
-    """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
+    """Raises ValueError if ckptkern.parallel has split a block: its forward wraps the one that convert would set."""
     for module in model.modules():
         for name, style in (("shard", "TensorParallel"), ("context", "ContextParallel")):
             if hasattr(module.__dict__.get("forward"), name):
@@ -661,7 +665,8 @@ def check_not_split(op: str, model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs the forward that it had. Returns the model. ValueError after a parallel style."""
+    """Undoes convert: every module runs its original forward again. Returns the model. Raises ValueError if
+    ckptkern.parallel has split a block."""
     check_not_split("revert", model)
     masks.give_back(model)
     for module in model.modules():

@@ -1,11 +1,10 @@
-"""Makes activation checkpoints around layers that are no fused op, inside of which what was read stays fused; and chooses which
-modules become some where nothing is fused: by what each saves, and what it takes.
+"""Makes activation checkpoints around layers that are not one fused op, inside of which fused parts stay fused. Where nothing
+is fused, chooses the modules to checkpoint by what each saves and what it takes.
 
-One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint of a module saves what
-it takes, and recomputes the rest when its backward runs. Small checkpoints save more inputs, large ones recompute more at once:
-of all bounds on what one may recompute, the one with the least sum of the step's peak and of what stands between forward and
-backward is taken. So a ResNet is cut at its blocks, whether they stand in lists or in attributes, and a long nn.Sequential at
-some of its layers.
+One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint saves a module's inputs,
+and recomputes the rest in backward. Small checkpoints save more inputs, large ones recompute more at once: of all bounds on the
+recomputed bytes, the chosen one has the least sum of the step's peak and of what is saved between forward and backward. So a
+ResNet is cut at its blocks, whether they are in lists or in attributes, and a long nn.Sequential between some of its layers.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, re
 
 
 def is_listed(name: str, module: nn.Module) -> bool:
-    """Returns whether it is one of a list of modules, and made of more than leaves."""
+    """Returns whether the module is a member of a list of modules, and not made of leaves only."""
     return name.rpartition(".")[2].isdigit() and not all(map(is_leaf, module.children()))
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Returns whether transformers' gradient checkpointing runs modules of its class as regions."""
+    """Returns whether transformers' gradient checkpointing wraps modules of this class."""
     return isinstance(getattr(type(module), "gradient_checkpointing", None), bool)
 
 
 def is_layer(name: str, module: nn.Module) -> bool:
-    """Returns whether it is a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's
-    forward."""
+    """Returns whether the module is a layer of a model, with its class's forward: not a stage with layers inside, and not
+    one of a layer's experts."""
     if not ((is_listed(name, module) or is_marked(module)) and runs_class_forward(module)):
         return False
     inner = [(path, m) for path, m in module.named_modules() if m is not module]
@@ -56,15 +55,16 @@ def is_layer(name: str, module: nn.Module) -> bool:
 
 
 def held_by(module: nn.Module) -> list[tuple[str, int]]:
-    """The names and lengths of the lists, dicts and sets that modules inside hold, and the names and ids of tensors in tuples:
-    a state that the next call reads, which a recompute would find changed."""
+    """Returns the names and lengths of lists, dicts and sets that modules inside hold, and the names and ids of tensors in
+    tuples: state that the next call reads, and that a recompute would find changed."""
     held = [item for m in module.modules() for item in m.__dict__.items()]
     sizes = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
     return sizes + [(name, id(tensor)) for name, value in held if type(value) is tuple for tensor in tensors_in(value)]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
-    """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
+    """Returns an activation checkpoint of the module. It saves the forward's decisions if there are any, or if that cannot
+    be tested."""
     checkpoint = General(module, recompute)
     if not holds_sharded(module):  # a forward that no backward follows would leave their state open
         args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # it may empty a list that it is given
@@ -77,7 +77,7 @@ def general(module: nn.Module, recompute: str, call: Call) -> General:
 
 
 class Around:
-    """A layer before what is inside it is converted: what a training call of it saves. Raises what that call raises, and
+    """Measures what a training call of a layer saves before its inside is converted. Raises what that call raises, and
     StopIteration for a call without a floating-point input."""
 
     def __init__(self, module: nn.Module, call: Call):
@@ -89,9 +89,13 @@ class Around:
         return saved_bytes(self.module, run, self.call, leaves_of(self.call)[self.x])
 
     def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
-        """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
-        and with the same random parameters each time; the buffers and plain attributes that it leaves). Raises Unreadable if
-        it fills containers, which a recompute would fill again, or samples elsewhere than in torch."""
+        """Runs a training step of the layer in float32 at least, always from the same random state and with the same random
+        parameters.
+
+        Returns (all outputs with a graph as one tensor, followed by the gradients; the buffers and plain attributes that the
+        step leaves). Raises Unreadable if the forward fills containers, which a recompute would fill again, or samples
+        elsewhere than in torch.
+        """
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
@@ -113,8 +117,8 @@ class Around:
             return tensors, [*left, *settings(self.module)]
 
     def check(self, forward: General, wanted: tuple[list[Tensor | None], list[Any]] | None = None) -> float:
-        """Returns the largest relative error of a training step with this checkpoint. wanted: what `step` returns without it.
-        Raises Unreadable if it gives or leaves something else."""
+        """Returns the largest relative error of a training step with this checkpoint. wanted: the result of `step` without
+        it. Raises Unreadable if results, buffers or attributes differ."""
         (theirs, left), (ours, ours_left) = wanted or self.step(self.module.forward), self.step(forward)
         error = difference(ours, theirs)
         if not error <= TOLERANCE:
@@ -131,7 +135,7 @@ class Around:
         return error
 
     def check_parts(self, forward: General, theirs: list[Tensor | None]) -> None:
-        """Leaves the layer whole if it cannot be cut, or gives other numbers in slices than to rounding."""
+        """Leaves the layer whole if it cannot be cut, or if its results in slices differ by more than rounding."""
         parts, error = forward.parts, math.inf
         parts.slices = SLICES
         with contextlib.suppress(Exception):  # what a forward makes of it; it then runs as it is
@@ -144,8 +148,9 @@ class Around:
         forward.how = f"as a whole: {parts.why}" if parts.is_whole else f"in parts: {how}"
 
     def checkpointed(self, recompute: str, name: str, others: list[tuple[str, General]]) -> tuple[General, int, float]:
-        """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). others: those of
-        other layers. Raises Unreadable if it does not save less than what is fused inside, or is not the same."""
+        """Returns (the layer's forward as an activation checkpoint, the bytes that it saves, its largest relative error).
+        others: the checkpoints of other layers. Raises Unreadable if it does not save less than what is fused inside, or is
+        wrong."""
         forward = general(self.module, recompute, self.call)
         forward.share(name, others)
         with named_errors():
@@ -157,7 +162,7 @@ class Around:
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Raises Unreadable for whatever a forward makes of a checkpoint: the layer stays as it is, and the table says why."""
+    """Raises Unreadable for whatever a forward raises in a checkpoint: the layer stays as it is, and the table says why."""
     try:
         yield
     except Unreadable:
@@ -167,15 +172,15 @@ def named_errors() -> Iterator[None]:
 
 
 def around(module: nn.Module, calls: list[Call]) -> Around | None:
-    """None for a layer that was not called, or whose call cannot be measured."""
+    """Returns the Around of a layer; None if it was not called, or if its call cannot be measured."""
     with contextlib.suppress(Exception):  # whatever a forward makes of a call in training, without its cache
         return Around(module, calls[0])
     return None
 
 
 def error_of(forward: General, calls: list[Call]) -> float | None:
-    """Returns the error of a checkpoint that need not save less; None if the layer itself cannot be tried. Raises Unreadable if
-    the checkpoint is wrong."""
+    """Returns the largest relative error of a checkpoint, which need not save less; None if the layer itself cannot be
+    tested. Raises Unreadable if the checkpoint is wrong."""
     layer = None if holds_sharded(forward.module) else around(forward.module, calls)
     parts, forward.parts = forward.parts, None  # nothing runs in parts that was not checked
     if layer is None:
@@ -199,8 +204,8 @@ BOUNDS = 64  # that are tried
 
 @dataclass(eq=False)
 class Called:
-    """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
-    by the clock of writes; inner: the calls in it."""
+    """Describes a call of a module. start, stop: the part of the record that it saves; takes: the storages of its inputs;
+    at: when it began, by the clock of writes; inner: the calls in it."""
 
     module: nn.Module | None
     start: int = 0
@@ -211,8 +216,8 @@ class Called:
 
 
 class Record(Step):
-    """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
-    storage was last written into, on a clock of writes."""
+    """Records what one training forward of a model saves besides parameters and buffers, in order, the calls of its modules,
+    and when each storage was last written, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
         super().__init__(backs=False, holds=True)
@@ -234,7 +239,7 @@ class Record(Step):
         return func(*args, **kwargs)
 
     def others(self, values: Any) -> Saved:
-        """The storages of what are no parameters and buffers."""
+        """Returns the storages of these values that are not parameters or buffers."""
         storages = memory.storages_of(tensors_in(values))
         return {key: size for key, size in storages.items() if key not in self.names}
 
@@ -258,7 +263,7 @@ class Record(Step):
 
 
 def recorded(model: nn.Module, call: Call) -> Record | None:
-    """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
+    """Records a training forward of the model, and leaves the model as it was. Returns None if the call raises in training."""
     record = Record(model)
     regions = [("", module) for module in outside_of_converted(model)]  # inside, a hook would change what runs
     with contextlib.suppress(Exception):
@@ -269,7 +274,8 @@ def recorded(model: nn.Module, call: Call) -> Record | None:
 
 
 class Cut:
-    """A checkpoint to be: of a module, or of the layers [first, last) of an nn.Sequential. begins: the first that is called."""
+    """Describes a possible checkpoint: of a module, or of the layers [first, last) of an nn.Sequential. begins: the module
+    that is called first."""
 
     def __init__(
         self, record: Record, calls: Sequence[Called], module: nn.Module, layers: tuple[int, int] | None = None
@@ -287,14 +293,13 @@ class Cut:
 
     @functools.cached_property
     def part(self) -> nn.Module:
-        """The module, or one of these layers alone."""
+        """Returns the module, or an nn.Sequential of these layers alone."""
         return self.module if self.layers is None else nn.Sequential(*list(self.module)[slice(*self.layers)])
 
 
 class Cuts:
-    """Finds what to cut in a recorded model. allowed: the modules that may be checkpoints, as far as the caller is concerned.
-    given: modules that are checkpoints whatever is found, unless they are inside of larger ones. slices: may a Sequential be
-    cut between its layers?"""
+    """Chooses the checkpoints of a recorded model. allowed: the modules that the caller allows; fixed: modules that are
+    checkpoints in any case, unless they are inside larger ones; slices: an nn.Sequential may be cut between its layers."""
 
     def __init__(
         self, record: Record, allowed: Container[nn.Module], fixed: Collection[nn.Module] = (), slices: bool = True
@@ -316,7 +321,7 @@ class Cuts:
         self.whole = {m: {called: Cut(record, [called], m) for called in self.calls[m]} for m in whole}
 
     def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
-        """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
+        """Yields the largest checkpoints in a call, or in the whole model, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
         cuts = self.whole.get(called.module, {})
         if called.module in self.fixed or (cuts and all(cut.size <= bound and cut.gains for cut in cuts.values())):
@@ -332,8 +337,8 @@ class Cuts:
             first = first + 1 if cut is None else cut.layers[1]
 
     def is_list(self, called: Called) -> bool:
-        """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once. It
-        is the only one with layers of these classes: others are a model's blocks."""
+        """Returns whether the call is of an nn.Sequential with convolutions that is called once and calls each of its layers
+        once. It must be the only one with layers of these classes: repeated ones are a model's blocks."""
         module = called.module
         return (
             self.slices
@@ -347,8 +352,8 @@ class Cuts:
         )
 
     def run(self, called: Called, first: int, bound: int) -> Cut | None:
-        """Returns the longest run of torch's layers from the first on that is a checkpoint within the bound; None if the first
-        is to be looked into."""
+        """Returns the longest run of leaf layers from `first` on that is a checkpoint within the bound; None if the first
+        layer is to be cut inside."""
         layers = called.inner[first:]
         most = next(
             (i for i, layer in enumerate(layers) if layer.module in self.holds or layer.module._modules), len(layers)
@@ -360,8 +365,9 @@ class Cuts:
         return None
 
     def peak(self, cuts: Sequence[Cut]) -> tuple[int, int]:
-        """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward comes to a saved tensor, what
-        was saved before it is there, and twice its size for gradients: of a checkpoint, also what it recomputes up to there."""
+        """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward reaches a saved tensor,
+        what was saved before it is still allocated, and twice its size for gradients; in a checkpoint, also what was
+        recomputed up to there."""
         seen: set[Any] = set()
         height = peak = done = 0
 
@@ -383,8 +389,8 @@ class Cuts:
         return peak, height
 
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
-        """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
-        not lower the peak."""
+        """Returns the checkpoints with the least of(peak of a step, what its forward saves), by default the sum. is_asked:
+        also if they do not lower the peak."""
         own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.fixed for inner in m.modules())]
         lists = filter(self.is_list, self.record.called)
         # of runs from the first layer on, of each list
@@ -402,7 +408,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def is_member(name: str, module: nn.Module) -> bool:
-    """Returns whether it is a member of a list, and made of modules."""
+    """Returns whether the module is a member of a list, and has submodules and parameters."""
     return name.rpartition(".")[2].isdigit() and bool(module._modules) and any(True for _ in module.parameters())
 
 
@@ -411,19 +417,19 @@ def has_convolutions(module: nn.Module) -> bool:
 
 
 def may_be_found(model: nn.Module) -> bool:
-    """Returns whether convert left convolutions or members of lists as they were."""
+    """Returns whether convert left convolutions or members of lists unchanged."""
     left = outside_of_converted(model)
     return any(m in left and (isinstance(m, _ConvNd) or is_member(name, m)) for name, m in model.named_modules())
 
 
 def outside_of_converted(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules that convert left as they are, and what is inside of none that it converted."""
+    """Returns the modules that are neither converted nor inside a converted module."""
     inside = {m for outer in model.modules() if is_converted(outer) for m in outer.modules()}
     return set(model.modules()) - inside
 
 
 def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
-    """Returns (a module, its runs of layers, or one cut of all of it) of each module."""
+    """Returns each module with its cuts: runs of its layers, or one cut of all of it."""
     grouped: dict[nn.Module, list[Cut]] = {}
     for cut in cuts:
         if cut.layers is not None or cut.module not in grouped:  # it may be called again
@@ -432,8 +438,8 @@ def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
 
 
 def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
-    """Returns the first call of each module with which one of these begins, in a training forward of the model: some branches
-    are called in training alone."""
+    """Returns the first call of each module with which one of these cuts begins, in a training forward of the model: some
+    branches run in training only."""
     begin = list({cut.begins for cut in cuts})
     if not begin:
         return {}

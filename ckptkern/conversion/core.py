@@ -22,8 +22,8 @@ CALLS = {  # functions that are core attention, with the names of their argument
 
 @dataclass
 class Core:
-    """softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other arguments of the
-    op, by their names there; sinks: a parameter, which becomes one of them."""
+    """Describes softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other
+    arguments of the op, by name; sinks: a parameter, which becomes one of the options."""
 
     query: Node
     key: Node
@@ -60,7 +60,7 @@ def read_core(steps: Steps, node: Node) -> Core:
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
-    """matmul(dropout(softmax(scores)), v)."""
+    """Reads matmul(dropout(softmax(scores)), v)."""
     dropouts = []
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
@@ -118,7 +118,8 @@ def _written_out(steps: Steps, node: Node) -> Core:
 
 
 def _over_windows(mask: Node, scores: torch.Size) -> Node:
-    """A mask [1, windows, 1, S, S], which meets scores [B / windows, windows, H, S, S], as it meets [B, H, S, S]."""
+    """Returns a mask [1, windows, 1, S, S] of scores [B / windows, windows, H, S, S] as a mask of scores [B, H, S, S]; any
+    other unchanged."""
     if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
         return mask
     images, windows, _, *rows = scores
@@ -128,5 +129,5 @@ def _over_windows(mask: Node, scores: torch.Size) -> Node:
 
 
 def _is_of_matmul(node: Node) -> bool:
-    """Is a matmul behind it, as there is behind scores and not behind masks?"""
+    """Returns whether a matmul is behind the node, as behind scores but not behind masks."""
     return node.is_function("matmul", "bmm", "baddbmm") or any(map(_is_of_matmul, node.inputs))
