@@ -620,8 +620,8 @@ class Group:
 
 
 def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
-    """Groups `every` layers in a row, in each list of converted layers, into regions. The last layers of a list run alone,
-    because their backward comes first."""
+    """Forms regions of `every` layers in a row, in each list of converted layers. The last layers run alone, because their
+    backward comes first."""
     lists: dict[str, list[tuple[str, Forward]]] = {}
     modules = dict(model.named_modules())
     for row in rows:

@@ -1,4 +1,4 @@
-"""convert and revert: fused layers in a model that exists."""
+"""Implements convert: fused layers in an existing model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ Probe = tuple[dict[nn.Module, list[Call]], set[nn.Module], "Heads | None"]  # ca
 
 
 def capture(model: nn.Module, call: Call) -> Probe:
-    """Calls the model in evaluation. One tensor that is given twice is two tensors in the calls: other calls may give two."""
+    """Calls the model in evaluation mode. Returns its modules' calls, the modules with temporary hooks, and its heads. A
+    tensor that is passed twice is two tensors in the calls, because other calls may pass two."""
     calls: dict[nn.Module, dict[tuple, Call]] = {}
     seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
@@ -88,7 +89,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
 
 
 def captured(model: nn.Module, call: Call) -> Probe:
-    """`capture`, with padding masks as they are given where the model's layers take them so."""
+    """Captures a call, with padding masks in their original form where the model's layers accept that."""
     with not_repacked(model):
         if masks.adopt(model):
             with contextlib.suppress(Exception):  # a model that does not take them
@@ -98,7 +99,7 @@ def captured(model: nn.Module, call: Call) -> Probe:
 
 
 def count_hooks(module: nn.Module) -> int:
-    """Of its hooks and parametrizations."""
+    """Returns the number of the module's forward hooks and parametrizations."""
     parametrized = getattr(module, "parametrizations", {}).values()
     return len(module._forward_hooks) + len(module._forward_pre_hooks) + sum(map(len, parametrized))
 
@@ -107,7 +108,7 @@ def count_hooks(module: nn.Module) -> int:
 
 
 class Outcome(NamedTuple):
-    """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is replaced."""
+    """Holds what convert can do with a module: the rows of the table and, if it is replaced, how to set its new forward."""
 
     rows: list[Row]
     put: Callable[[], None] | None = None
@@ -115,10 +116,11 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _Conversion:
-    """One call of convert. shown: is told the name of each module that is tried. What the model's example call showed:
+    """Performs one call of convert. shown: called with the name of each module that is tried. What the model's example call
+    showed:
 
-    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
-    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
+    calls: one of each pattern, by submodule; hooked: modules with hooks inside that last for the model's call only, so that a
+    recompute in backward would run without them; heads: the LM heads of the loss.
     """
 
     calls: dict[nn.Module, list[Call]]
@@ -176,7 +178,7 @@ class _Conversion:
                 self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
 
     def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
-        """Puts an activation checkpoint around the layer, if all ranks find that it can be."""
+        """Puts an activation checkpoint around the layer, if all ranks agree."""
         checkpoint = None
         if layer is not None:
             try:
@@ -213,14 +215,15 @@ class _Conversion:
         return Outcome([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
 
     def head(self, name: str, module: nn.Module) -> Outcome | None:
-        """An LM head, or the norm before it."""
+        """Returns the outcome for an LM head, or for the norm before it; None for other modules."""
         row, forward = self.heads.row(name, module, self.mlp) if self.heads else (None, None)
         if forward is not None:
             return Outcome([row], lambda: self.set(row, module, forward))
         return Outcome([row]) if row is not None and self.include is None else None
 
     def fused(self, name: str, module: nn.Module) -> Outcome:
-        """No row for a module that the model did not call, or that has no layers in it."""
+        """Returns the outcome of reading the module as a fused op. It has no row for a module that the model did not call,
+        or that has no layers in it."""
         calls, kind = self.calls.get(module, []), class_of(module)
         if kind is nn.Linear and self.include is not None:
             calls = calls_of(module)
@@ -249,7 +252,7 @@ class _Conversion:
         return Outcome([row], lambda: self.bind(row, forward, call, x))
 
     def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Outcome:
-        """An activation checkpoint, unless it is seen to be wrong."""
+        """Returns the outcome of an activation checkpoint of the module, which is left if the checkpoint is wrong."""
         checkpoint, row.reason = general(module, self.mlp, calls[0]), why
         checkpoint.share(row.name, self.cut)
         try:
@@ -281,7 +284,7 @@ class _Conversion:
         row.saved_after = saved_by(module, forward, call, x)
 
     def blocks(self, model: nn.Module, call: Call) -> None:
-        """Makes activation checkpoints of blocks in which nothing is fused."""
+        """Adds activation checkpoints of blocks in which nothing is fused."""
         if not self.checkpoints:
             return
         before = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
@@ -337,12 +340,12 @@ class _Conversion:
 
 
 def row_of(name: str, module: nn.Module, reason: str = "") -> Row:
-    """That of a module that is left."""
+    """Returns the row of a module that is left unchanged."""
     return Row(name, class_of(module).__name__, None, reason=reason)
 
 
 def why_general(module: nn.Module) -> str:
-    """Why a layer that is no fused op is run as an activation checkpoint; "" for one that is only unknown."""
+    """Returns why a layer that is not one fused op runs as an activation checkpoint; "" if its op is only unknown."""
     if why := why_unreadable(module):
         return why
     if any(parametrize.is_parametrized(m) for m in module.modules()):
@@ -357,7 +360,8 @@ def why_general(module: nn.Module) -> str:
 
 
 def is_block(name: str, module: nn.Module) -> bool:
-    """Would a reader look for it in the table: a member of a list of layers, or a module made of leaves only?"""
+    """Returns whether a reader expects the module in the table: a member of a list of layers, or a module made of leaves
+    only."""
     return name.rpartition(".")[2].isdigit() or all(map(is_leaf, module.children()))
 
 
@@ -372,51 +376,43 @@ def convert(
     every: int = 1,
     **example_kwargs: Any,
 ) -> Conversion:
-    """Puts ckptkern's layers into a model that exists, whatever its architecture, and says what it did.
+    """Replaces the layers of an existing model by fused ops that save less for backward. Returns the report.
 
         conversion = ckptkern.convert(model, input_ids)
         print(conversion)
 
-    The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
-    of the fused ops (transformer_layer, attention_block, latent_attention_block, mlp_block, linear_stack, linear_act), and
-    compared with it on random parameters: output, input gradient and the gradient of every parameter agree to rounding, or the
-    module is left as it is. torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their
-    drop-in replacements in ckptkern.nn. An MoE block, a router with its experts, becomes moe_block, in a layer that is one op a
-    part of it, or its experts alone moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
-    linear_cross_entropy; the call must have labels for that. A norm before it that saves more than its input then runs in
-    chunks of tokens, which backward recomputes.
+    The model runs once on the example inputs. Each submodule, the outermost first, is traced, read as one fused op
+    (transformer_layer, attention_block, latent_attention_block, mlp_block, moe_block, moe_mlp, linear_stack, linear_act) and
+    compared with that op on random parameters. If the output or a gradient differs by more than rounding, the module is left
+    unchanged. torch's MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become those of ckptkern.nn. The
+    linear layer whose logits go to F.cross_entropy becomes linear_cross_entropy, if the example has labels; the norm before it
+    may run in chunks of tokens.
 
-    Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
-    modules is set, and in the configuration of a transformers model the attention implementation, so that layers get padding
-    masks as they are given. A call of another kind than those that were checked (other arguments, a cache) runs the original
-    forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized weights), its original
-    forward runs as an activation checkpoint (ckptkern.checkpoint); low-rank updates that peft switches off are left out.
+    Parameters, state_dict, submodules, hooks and optimizers stay the same: convert sets only the `forward` of modules, and the
+    attention implementation of transformers models. A call unlike the checked ones (other arguments, a cache) runs the original
+    forward. If a module's inside has changed (LoRA, hooks, quantized weights), its original forward runs as an activation
+    checkpoint.
 
-    example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
-    in training. Random states, buffers, attributes, configurations, hooks, gradients and modes are afterwards as before. After
-    an error nothing is converted.
-    recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
-    attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
-    checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each
-    pass, the head's too: an int or a string such as "64MiB". None: that of ckptkern.workspace in the call, or the device's.
-    include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
-    may be converted, and what may not, with all that is inside.
-    otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op, and of blocks of convolutions:
-    "checkpoint" runs it as an activation checkpoint where that saves less, so that a transformer saves no more than under
-    gradient checkpointing; what is fused inside runs in mode "none" in the recompute. Which blocks those are, of lists and of
-    convolutions, what they save decides. A layer whose inside takes more than the workspace runs in parts that fit it, as its
-    row says, and what is fused inside keeps its mode. "leave" leaves it, with what is fused inside.
-    every: how many layers in a row, members of a list, are one region, which saves the first one's input and recomputes the
-    others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than what the layer
-    before it returned begins a region. Layers run one by one under torch.compile, TensorParallel and fully_shard.
+    example_inputs, example_kwargs: a call of the model as in training, with at least two tokens. It may be small. Model and
+    random states are restored afterwards.
+    recompute: what a region saves: "full" its input, "selective" also attention's result, "none" everything. A pair sets
+    attention and the rest. A layer that is not one op is an activation checkpoint, unless the pair contains "none".
+    workspace: bytes of transient memory of each region in each pass, as an int or a string such as "64MiB". None: see
+    Conventions.
+    include, exclude: modules to convert, and modules to leave with all that is inside: names with wildcards ("model.layers.*"),
+    classes, functions of (name, module), or several of these.
+    otherwise: the treatment of layers (members of a list of modules) that are not one fused op, and of blocks of convolutions.
+    "checkpoint" makes them activation checkpoints where that saves less, which run in parts if their inside exceeds the
+    workspace. "leave" leaves them. What is fused inside stays fused.
+    every: the number of layers in a row that form one region, which saves the first layer's input and costs one more forward
+    pass. A layer that takes something else than the result of the layer before it begins a region. Layers run one by one under
+    torch.compile, TensorParallel and fully_shard.
 
-    A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
-    is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
+    After fully_shard, all ranks convert at once, with examples of the same kind, the model that training calls.
 
-    Raises TypeError if model is no nn.Module or a keyword is of neither convert nor its forward; ValueError for a model that is
-    compiled, lazy or wrapped by DataParallel, or that FullyShardedDataParallel already took (convert first), a name of no
-    module, unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is
-    its own.
+    Raises TypeError if model is not an nn.Module, or for a keyword of neither convert nor the model's forward; ValueError for
+    an invalid option, a name that matches no module, and a model that is compiled, lazy, or wrapped by DataParallel or
+    FullyShardedDataParallel (convert first); RuntimeError in inference mode. After an error nothing is converted.
     """
     call = example_inputs, example_kwargs
     check_step("convert", model, call)

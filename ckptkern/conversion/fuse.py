@@ -1,4 +1,4 @@
-"""One module: from the calls that were captured of it to its new forward."""
+"""Fuses one module: from the calls that were captured of it to its new forward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ from .trace import (
 
 
 def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
-    """(the one tensor that a forward returns, how it lies in what is returned). unread: may a placeholder stand for another?"""
+    """Returns (the one tensor that a forward returns, its place in what is returned). unread: may a placeholder stand for
+    another tensor? Raises Unreadable."""
     if isinstance(output, Tensor):
         return output, None
     leaves, spec = tree_flatten(output)
@@ -69,8 +70,11 @@ def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], b
 def attempt(
     form: Form, call: Call, like: tuple[Reading, list[tuple]] | None = None
 ) -> tuple[Segment, float, list[tuple]]:
-    """(the region that was checked for this complete call, its error, the trace's log). like: what was read of a module that is
-    like this one, and its trace's log: of this one the same is compared, without gradients. Raises Unreadable."""
+    """Reads and checks a module in a complete call. Returns (the checked region, its error, the trace's log).
+
+    like: the reading of a similar module, and its trace's log; the same reading is then compared without gradients. Raises
+    Unreadable.
+    """
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
@@ -116,8 +120,8 @@ def attempt(
 
 
 def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
-    """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
-    None if no such trace is alike."""
+    """Returns the values of a trace that follow the input: they differ in float64, and with twice as many samples if the
+    module takes these. None if no such trace can be compared."""
     flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(call))]
     x = flat[reading.x]
     inputs = {reading.x, *(argument.index for argument in named(reading.arguments, "key_value"))}
@@ -131,18 +135,18 @@ def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followe
 
 
 def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
-    """Which arguments may have a sample's rows, beside the inputs: none, or all of the batch's size."""
+    """Returns which arguments may have a row for each sample: the inputs alone, and all arguments of the batch's size."""
     batched = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
     return [inputs, batched] if batched - inputs else [inputs]
 
 
 def reason_of(error: Exception) -> Unreadable:
-    """Why a module is not fused. On random parameters and inputs a forward may raise anything."""
+    """Returns why a module is not fused. On random parameters and inputs a forward may raise anything."""
     return error if isinstance(error, Unreadable) else Unreadable(f"{type(error).__name__} in the probe: {error}")
 
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
-    """Each MoE block inside as moe_block, checked by itself, or why it is none."""
+    """Returns each MoE block inside, by path, as it was read and checked alone; or the reason why it is not a moe_block."""
     readings: dict[str, Reading | Unreadable] = {}
     for path, block in module.named_modules():
         parts = parts_of(block) if path else None
@@ -162,8 +166,8 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
 class RegionCheck(Check):
     """Compares a region with the forward that it replaces.
 
-    call: one of the module, complete; flat: its values that count, with random inputs and masks unless they are to stay; masks:
-    the places of the masks among them.
+    call: a complete call of the module; flat: its values that count, with random inputs and masks if `randomizes`; masks: the
+    places of the masks among them.
     """
 
     def __init__(self, form: Form, reading: Reading, call: Call, randomizes: bool = True):
@@ -186,8 +190,9 @@ class RegionCheck(Check):
         return self.segment.y(flat, "full")
 
     def elsewhere(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields calls in training mode, larger calls, and those of what a trace would show. Some forwards have a window or a
-        scale that depends on sizes, and an example of one sample does not tell a batch from a sequence."""
+        """Yields calls in training mode, with other scales, larger calls, and calls that show what a trace would. Some
+        forwards have a window or a scale that depends on sizes, and an example of one sample does not tell a batch from a
+        sequence."""
         segment, flat = self.segment, self.flat
         if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
             self.module.train()
@@ -201,8 +206,8 @@ class RegionCheck(Check):
             yield from routed(segment, flat)
 
     def enlarged(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields the arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice
-        as many samples if something is computed: of what is computed it is not known whether its sizes are the example's."""
+        """Yields calls with twice as many tokens of each input, and with two samples in place of one. If something is
+        computed, it yields calls with three times as many samples, because computed sizes may be the example's."""
         inputs, conditions, flat = self.segment.inputs, self.segment.conditions, self.flat
         x = flat[inputs[0]]
         if x.dim() < 2:
@@ -241,7 +246,7 @@ class RegionCheck(Check):
 
 
 def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) -> tuple[Segment, float]:
-    """(the first of the reading's candidates that agrees with the forward, its error). Raises Unreadable."""
+    """Returns (the region of the first candidate that agrees with the forward, its error). Raises Unreadable."""
     module, check = form.module, RegionCheck(form, reading, call)
     flat, segment, best = check.flat, check.segment, math.inf
     others = {*segment.biases, *segment.conditions}.difference(segment.inputs, segment.constants)
@@ -272,8 +277,8 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
 
 
 def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[Call]:
-    """The same call without masks, with bool ones and with added ones: libraries decide from call to call which they hand on.
-    With a key_value, whose masks have its columns, in all combinations."""
+    """Returns the call without masks, with bool masks and with additive masks: libraries decide from call to call which they
+    pass. With a key_value, whose masks have its columns, returns all combinations."""
     places = list(inspect.signature(type(module).forward).parameters)[1:]
     names = [name for name in places if "mask" in name]
     x = inputs[0]
@@ -297,16 +302,16 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
 
 
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Three quarters of the rows of both, those that differ least."""
+    """Returns the three quarters of the rows of both that differ least."""
     ours, theirs = (rows.reshape(-1, rows.shape[-1]) for rows in (ours, theirs))
     nearest = (ours.float() - theirs.float()).square().sum(-1).argsort()[: max(3 * len(ours) // 4, 1)]
     return ours[nearest], theirs[nearest]
 
 
 class Checked(NamedTuple):
-    """A fused module, with which others are compared.
+    """Holds a fused module, with which others are compared.
 
-    calls: those that the model made of it; log: what the trace of the first of these that was checked called.
+    calls: the kinds of its calls; log: what the trace of its first checked call called.
     """
 
     name: str
@@ -317,7 +322,7 @@ class Checked(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A call that was checked. asked: with its caches; call: without; log: of its trace."""
+    """Holds a checked call. asked: with its caches; call: without; log: of its trace."""
 
     asked: Call
     call: Call
@@ -327,7 +332,7 @@ class Attempt(NamedTuple):
 
 
 def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
-    """The attempt of a complete call. Raises Unreadable."""
+    """Checks a complete call, for 16-bit parameters also in 16 bits. Raises Unreadable."""
     module, (args, kwargs) = form.module, without_caches(asked)
     caches = [i for i, value in enumerate(leaves_of(form.counting(asked))) if is_cache(value)]
     call = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
@@ -347,7 +352,7 @@ def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = No
 
 
 def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
-    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
+    """Fuses a module that is like a checked one, as `fuse` does. Raises Unreadable if the same call shows a difference."""
     form, first = Form(module, calls), checked.fused
     form.fixed, form.reads = dict(first.form.fixed), first.form.reads
     segments = {
@@ -363,9 +368,9 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
 def fuse(
     name: str, module: nn.Module, calls: list[Call], recompute: str, checked: list[Checked]
 ) -> tuple[Fused, float, Call]:
-    """(the module's new forward, the largest error of its checks, a call that it takes).
+    """Returns (the module's new forward, the largest error of its checks, a call that it takes).
 
-    checked: modules of the model that were fused, to which this one is added. Raises Unreadable if no call of it can be read.
+    checked: the fused modules of the model, to which this one is added. Raises Unreadable if none of its calls can be read.
     """
     inner = list(module.modules())[1:]
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in (module, *inner)):
@@ -423,7 +428,7 @@ def fuse(
 
 
 def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:
-    """(start, stop, what runs them, error) of the layers that are fused, the longest runs first."""
+    """Returns (start, stop, forward, error) of each run of layers that is fused. The longest runs are tried first."""
     layers, runs, start = list(module), [], 0
     while start < len(layers):
         stop = next((n for n in range(len(layers), start + 1, -1) if all(map(is_leaf, layers[start:n]))), start)
@@ -440,7 +445,7 @@ def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused
 
 
 def calls_of(linear: nn.Linear) -> list[Call]:
-    """Calls that a linear layer takes, of tokens with and without a batch."""
+    """Returns calls that a linear layer takes, of tokens with and without a batch."""
     weight = linear.weight
     if weight.is_meta or not weight.is_floating_point():
         return []

@@ -40,7 +40,7 @@ class Grammar(Steps):
     # -- cores
 
     def mlp(self, node: Node) -> Reading:
-        """An MLP, gated or not, or an MoE block, which is a leaf of the graph and was read by itself."""
+        """Reads an MLP, gated or not, or an MoE block, which is a leaf of the graph and was read alone."""
         if node.kind == "module" and (block := self.blocks.get(node.source)) is not None:
             if isinstance(block, Unreadable):
                 raise Unreadable(f"its MoE block: {block}")
@@ -80,7 +80,7 @@ class Grammar(Steps):
     # -- sublayers
 
     def branch(self, node: Node, core) -> Reading:
-        """[drop path] [scale] [norm] [dropout] core."""
+        """Reads [drop path] [scale] [norm] [dropout] core."""
         around, after = {}, []
         node = self.strip(node)
         if (p := self.drop_path(node)) is not None:
@@ -98,7 +98,7 @@ class Grammar(Steps):
         return part
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
-        """(layer_scale, what it scales)."""
+        """Returns (layer_scale, the node that it scales); None for other nodes."""
         if (factor := self.factor(node)) is not None:
             return factor, self.input_of(node)
         if not node.is_function("mul"):
@@ -113,7 +113,8 @@ class Grammar(Steps):
 
     @staticmethod
     def of_samples(node: Node) -> tuple[Node, Node] | None:
-        """(a vector for each sample, what it meets) of a sum or product [B, ..., d] of two tensors."""
+        """Returns (a vector for each sample, the other operand) of a sum or product [B, ..., d] of two tensors; None for
+        other nodes."""
         shape = (*(1,) * (len(node.shape) - 2), node.shape[-1])
         for vectors, other in node.pairs if len(node.shape) > 2 else ():
             if vectors.shape[1:] == shape and vectors.shape[0] in (1, node.shape[0]) and other.shape == node.shape:
@@ -121,7 +122,7 @@ class Grammar(Steps):
         return None
 
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
-        """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
+        """Returns (the arguments of a norm [* (1 + scale)] [+ shift], the node that it reads); None for other nodes."""
         arguments = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
             arguments["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
@@ -136,7 +137,7 @@ class Grammar(Steps):
         return None if self.norm(node) is None else (self.norm_arguments(node) | arguments, self.input_of(node))
 
     def is_sum(self, node: Node) -> bool:
-        """Of two tensors, and not a linear layer with its update."""
+        """Returns whether the node is a sum of two tensors, and not a linear layer with its update."""
         return node.is_function("add", of=2) and self.linear_of(node) is None
 
     def sublayer(self, node: Node, core) -> Reading:
@@ -165,7 +166,7 @@ class Grammar(Steps):
         raise Unreadable(max(reasons, key=len))
 
     def with_norm(self, part: Reading, x: Node | None) -> Reading:
-        """The part with the norm that it reads from. x: the residual, if there is one."""
+        """Adds the norm that the part reads from, and returns the part. x: the residual, if there is one."""
         part.arguments["residual"] = x is not None
         if part.x is not x and (normed := self.normed(part.x)) is not None:
             arguments, part.x = normed
@@ -175,7 +176,7 @@ class Grammar(Steps):
     # -- modules
 
     def terms(self, node: Node, dropouts: list[Probability]) -> list[Node]:
-        """The terms of a sum. dropouts: collects those of sums."""
+        """Returns the terms of a sum. dropouts: collects the dropouts of sums."""
         own: list[Probability] = []
         total = self.strip(node, own)
         if not self.is_sum(total):
@@ -184,7 +185,7 @@ class Grammar(Steps):
         return [term for summand in total.inputs for term in self.terms(summand, dropouts)]
 
     def parallel(self, node: Node) -> Reading:
-        """x + attention branch + MLP branch."""
+        """Reads x + attention branch + MLP branch."""
         dropouts: list[Probability] = []
         terms = self.terms(node, dropouts)
         arguments = [term for term in terms if term.kind == "argument"]
@@ -229,7 +230,7 @@ class Grammar(Steps):
         return part
 
     def chain(self, node: Node) -> Reading:
-        """act(linear(... act(linear(x)))), one activation throughout."""
+        """Reads act(linear(... act(linear(x)))), with one activation throughout."""
         weights, biases, activations = [], [], []
         node = self.strip(node)
         while node.kind != "argument":

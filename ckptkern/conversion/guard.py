@@ -1,5 +1,5 @@
-"""Guards a converted module: compares its inside with what was checked, as far as its forward reads it: the attributes of its
-modules and of the objects that these hold, such as configurations."""
+"""Guards a converted module: compares what its forward reads inside with what was checked: attributes of its modules, and of
+the objects that these hold, such as configurations."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ UNREAD = (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)  # what has no attribu
 
 
 class _Recorder:
-    """Notes attributes while classes have its `__getattribute__`. of: objects by id, with the names that were read of them and,
-    where that is an object, the value."""
+    """Notes attributes that are read while classes have its `__getattribute__`. of: objects by id, with the names that were
+    read and, where that is an object, the value."""
 
     def __init__(self, module: nn.Module):
         self.of: dict[int, tuple[object, dict[str, Any]]] = {id(m): (m, {}) for m in module.modules()}
@@ -96,7 +96,7 @@ class _Recorder:
 
 
 def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
-    """What the class's forward reads in training and in evaluation, by the path of each module inside."""
+    """Returns what the class's forward reads in training and in evaluation, by the path of each module inside."""
     with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
         (args, kwargs), reads = call, {}
         for mode in (True, False):
@@ -111,7 +111,7 @@ def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
 
 
 def all_reads(reads: Reads | None, other: Reads | None) -> Any:
-    """All that either has read."""
+    """Returns all that either has read."""
     if reads is None or other is None:
         return None
     return {name: all_reads(reads.get(name, {}), other.get(name, {})) for name in {**reads, **other}}
@@ -123,7 +123,7 @@ HARMLESS = (REPACKS, "gradient_checkpointing")
 
 
 def is_container(value: object) -> bool:
-    """Returns whether it is a container of things whose == has a truth value."""
+    """Returns whether the value is a container whose == has a truth value."""
     if not isinstance(value, CONTAINERS):
         return False
     held = value.values() if isinstance(value, dict) else value
@@ -133,7 +133,7 @@ def is_container(value: object) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of nested containers, which later changes in place do not reach."""
+    """Returns a copy of nested containers, which later changes in place do not reach."""
     if type(value) in (list, tuple):
         return type(value)(map(snapshot, value))
     if type(value) is dict:
@@ -142,7 +142,7 @@ def snapshot(value: Any) -> Any:
 
 
 def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """(module, name, module, name) of parameters that are one: the fused call takes the first."""
+    """Returns (module, name, module, name) for each pair of tied parameters. The fused call takes the first."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for m in module.modules():
@@ -153,11 +153,11 @@ def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
 
 
 class Held(NamedTuple):
-    """What a module, or an object that it holds, had of the attributes that forward reads.
+    """Holds the attributes that forward reads of a module, or of an object that it holds.
 
-    path: of the module, or of the module and the attributes that lead to the object. values: plain ones and containers, by
-    name; objects: others, which are compared by identity; absent: names that it had not; known: where forward may read any
-    attribute, those that it had.
+    path: of the module, and of the attributes that lead to the object. values: plain values and containers, by name; objects:
+    others, which are compared by identity; absent: names that were not there; known: all names, where forward may read any
+    attribute.
     """
 
     owner: Any
@@ -169,7 +169,7 @@ class Held(NamedTuple):
 
 
 def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str] = ()) -> Iterator[Held]:
-    """The owner's and those of the objects that it holds."""
+    """Yields the Held of the owner, and of the objects that it holds."""
     own, is_module = vars(owner), isinstance(owner, nn.Module)
     names = [name for name in (own if reads is None else reads) if name not in skipped]
     if is_module:
@@ -194,10 +194,9 @@ def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str]
 
 class Watch:
     """Tells whether the inside of a module is still what was checked: submodules, their classes and hooks, the attributes that
-    its forward reads of them and of what they hold, such as a configuration, and parameters that are plain memory.
+    its forward reads of them and of what they hold, such as a configuration, and plain parameters.
 
-    A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full
-    once.
+    A call costs a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full once.
     """
 
     def __init__(
@@ -207,8 +206,8 @@ class Watch:
         live: Collection[tuple[str, str]] = (),
         routers: Collection[str] = (),
     ):
-        """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
-        paths of modules whose hooks a call gives what they collect."""
+        """Notes the present inside. reads: by the path of each module (reads_of); live: (path, attribute) that each call
+        reads anew; routers: paths of modules whose hooks collect logits."""
         self.module, self.routers = module, [module.get_submodule(path) for path in routers]
         self.structure = [
             (m, path, {name: (child, type(child)) for name, child in m._modules.items()})
@@ -229,8 +228,8 @@ class Watch:
         return self.__dict__ | {"compared": None}
 
     def comparison(self) -> Callable[[bool], bool]:
-        """Returns what `unchanged` calls, with what it compares looked up beforehand: views of live things, and what they
-        were."""
+        """Returns the function that `unchanged` calls, with what it compares looked up beforehand: live views, and their
+        checked values."""
         modules, flat = [m for m, *_ in self.structure], itertools.chain.from_iterable
         inner = modules[1:]
         hooks = [
@@ -274,7 +273,7 @@ class Watch:
         return is_equal
 
     def unchanged(self, collects: bool = True) -> bool:
-        """collects: may hooks of routers collect logits?"""
+        """Returns whether the inside is what was checked. collects: hooks of routers may collect logits."""
         try:
             self.compared = self.compared or self.comparison()
             return self.compared(collects)
@@ -282,7 +281,7 @@ class Watch:
             return False
 
     def added(self) -> Iterator[str]:
-        """Says which attributes there are that forward would read, or run."""
+        """Yields the new attributes and hooks that forward would read or run."""
         for m, path, _ in self.structure[1:]:
             if not untouched(m) and (hooked(m) or vars(m).get("forward") is not self.forwards[m]):
                 yield f"{path} has a hook, or a forward of its own"
@@ -292,7 +291,7 @@ class Watch:
                 yield f"{joined(path, name)} is {vars(owner)[name]!r}"
 
     def differences(self) -> Iterator[str]:
-        """Says what is not as it was checked."""
+        """Yields what differs from what was checked."""
         training = self.module.training
         for m, path, children in self.structure:
             for name in m._modules.keys() | children.keys():
@@ -320,7 +319,7 @@ class Watch:
                 yield f"the parameters {name} and {as_} are not one any more"
 
     def difference(self) -> str:
-        """Says what is not as it was checked, where it is first, and the remedy."""
+        """Returns the first difference from what was checked, with the remedy."""
         try:
             cause = next(self.differences(), "something inside cannot be compared")
         except Exception as error:  # comparing someone's objects may raise anything
@@ -328,7 +327,7 @@ class Watch:
         return f"{cause}. {AGAIN}"
 
     def warn(self, name: str) -> None:
-        """Warns of a compiled call of the module, which is an activation checkpoint."""
+        """Warns that a compiled call of the module runs as an activation checkpoint."""
         warn_of(name, "checkpointed", type(self.module).__name__, self.difference())
 
 

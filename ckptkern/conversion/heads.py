@@ -1,10 +1,10 @@
-"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call
-that computes the loss; and the norm whose result the head reads, and makes it save its input alone.
+"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call that
+computes the loss. Makes the norm whose result the head reads save its input alone.
 
-A norm written in PyTorch ops, such as transformers' RMSNorm, saves its input, in float32, and what it is divided to, all
-tokens of each. In a model whose layers save their inputs these are the largest tensors beside them.
+A norm written in PyTorch ops, such as transformers' RMSNorm, saves its input in float32 and its quotient, of all tokens. In a
+model whose layers save only their inputs these are the largest other tensors.
 
-TRL's trainers read the head's weight themselves since version 1.16 and never call the head, so they take no lazy logits of it:
+TRL's trainers since version 1.16 read the head's weight themselves and never call the head, so they get no lazy logits:
 `patch_trl` makes their fused head run linear_cross_entropy.
 """
 
@@ -57,7 +57,7 @@ NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the hea
 
 
 class Ran(TorchFunctionMode):
-    """Notes what the example's call runs: the modules, by `note`, the tensors that functions take, and the numbers of classes
+    """Notes what the example's call runs: the modules, by `note`, the tensors that functions take, and the number of classes
     of every F.cross_entropy and F.nll_loss."""
 
     def __init__(self) -> None:
@@ -87,8 +87,8 @@ class Ran(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def misses(self, module: nn.Module) -> bool:
-        """Returns whether the module, with matrices among its parameters, was not run: neither it nor a module inside was
-        called, nor did a function take its parameters, as with a tied head. Of leaf modules, linear layers alone."""
+        """Returns whether a module with matrices among its parameters was not run: neither it nor a module inside was
+        called, and no function took its parameters, as with a tied head. Of leaf modules, linear layers alone count."""
         parameters = list(module.parameters())
         if all(p.dim() < 2 for p in parameters) or not self.modules.isdisjoint(module.modules()):
             return False
@@ -101,13 +101,13 @@ class Ran(TorchFunctionMode):
 
 
 def scalars(output: Any) -> list[Tensor]:
-    """What a model returns that may be a loss."""
+    """Returns the scalars among a model's outputs, which may be a loss."""
     return [tensor for tensor in floating_in(output) if tensor.dim() == 0]
 
 
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
-    """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
-    numbers; None for other modules."""
+    """Returns the template {"lora"} of a linear layer with one of these numbers of classes and one low-rank update, which
+    was read and checked on random numbers; None for other modules."""
     base = module._modules.get("base_layer")
     if (
         base is None
@@ -136,15 +136,16 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
 
 
 def kinds_of(tensors: Iterable[Tensor | None]) -> str:
-    """The classes of those that are no plain memory."""
+    """Returns the names of the tensors' classes other than Tensor and Parameter."""
     return " and a ".join(sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN}))
 
 
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
-    The layer's own forward runs without gradients, under torch.compile, in torch.func's transforms, and if something is not as
-    before: its class (LoRA), hooks, a weight that is no plain memory. template: of a layer with a low-rank update (`adapted`).
+    The layer's own forward runs without gradients, in torch.func's transforms, under torch.compile unless only a loss reads the
+    logits, and if something has changed: its class (LoRA), hooks, a weight of another kind. template: of a layer with a
+    low-rank update (`adapted`).
     """
 
     is_region = False
@@ -192,7 +193,7 @@ class Head(Forward):
             self.count("original", lambda: cause)
 
     def why_not(self, args: tuple, kwargs: dict[str, Any], lora: LoRA | None) -> str:
-        """Why the layer's own forward runs in a training call, and the remedy; "" if it need not."""
+        """Returns why the layer's own forward runs in a training call, with the remedy; "" if it need not."""
         if len(args) != 1 or kwargs:
             return "it is called with more than its input. Leave it out by exclude="
         if (lora is None) != (self.watch is None):
@@ -223,7 +224,7 @@ class Head(Forward):
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Has it vectors for parameters, and nothing else?"""
+    """Returns whether the module has vectors as parameters, and neither buffers nor submodules."""
     parameters = list(module.parameters())
     return (
         bool(parameters)
@@ -235,9 +236,9 @@ def may_be_norm(module: nn.Module) -> bool:
 
 
 class Norm(Forward):
-    """The class's forward in chunks of tokens that fit the workspace, which saves its input and recomputes each chunk in
-    backward; as it is at recompute="none", without gradients, under torch.compile, which recomputes of itself what is
-    elementwise, and in torch.func's transforms."""
+    """Runs the class's forward in chunks of tokens that fit the workspace, saves its input, and recomputes each chunk in
+    backward. It runs the forward unchanged at recompute="none", without gradients, under torch.compile, which recomputes
+    elementwise ops itself, and in torch.func's transforms."""
 
     is_region = False
 
@@ -269,7 +270,8 @@ class Norm(Forward):
 
 
 def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
-    """The norm's row in the table and its new forward; None if it is not token-wise, or saves hardly more than its input."""
+    """Returns (the norm's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
+    input."""
     forward = Norm(module, recompute)
     row = Row(name, type(module).__name__, "tiled")
     try:
@@ -285,7 +287,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
 
 
 class Chain:
-    """What a model does with a head's logits, from the linear layer to the loss, which is the last step."""
+    """Describes what a model does with a head's logits, from the linear layer to the loss, which is the last step."""
 
     def __init__(self, last: Step):
         self.last, logits = last, last.logits[0]
@@ -293,7 +295,7 @@ class Chain:
         self.kind = tuple((s.name, str([value for value in s.others if not isinstance(value, Tensor)])) for s in steps)
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
-        """The loss of these tensors in place of the head's; with a mode by lazy logits."""
+        """Returns the loss of these tensors in place of the head's. mode: by lazy logits, in this mode."""
         own = self.matmul.lora
         count = len(flat) - 2 * (own is not None)
         lora = None if own is None else LoRA(*flat[count:], own.scale)  # without dropout
@@ -301,7 +303,7 @@ class Chain:
         return replayed(self.last, matmul.values() if mode is None else matmul.logits())
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
-        """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
+        """Returns random tensors in place of the head's, whose logits are large enough for a softcap to show."""
         tensors = [torch.randn_like(change(tensor.detach())) for tensor in self.matmul.tensors]
         tensors[0] = tensors[0].to(torch.promote_types(tensors[0].dtype, tensors[1].dtype))  # autocast rounds it
         tensors[1] *= 4 * tensors[1].shape[1] ** -0.5
@@ -310,8 +312,8 @@ class Chain:
         return tensors
 
     def compared(self, mode: str) -> tuple[float, int, int]:
-        """Returns (the largest relative error of the loss and its gradients, bytes that are saved for backward besides
-        parameters and targets without us, and with us)."""
+        """Returns (the largest relative error of the loss and its gradients, bytes saved for backward besides parameters and
+        targets by the model, the same by linear_cross_entropy)."""
         flat = self.example(wide)
         error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
         flat, bytes_ = [tensor.requires_grad_() for tensor in self.example(lambda t: t)], []
@@ -324,10 +326,10 @@ class Chain:
 
 
 class Heads:
-    """The heads of a model, by a call of it that computes a loss."""
+    """Finds the heads of a model, in a call that computes a loss."""
 
     def __init__(self, model: nn.Module, call: Call, ran: Ran, before: list[Tensor]):
-        """ran: what such a call ran; before: the scalars that it returned."""
+        """Reads the heads. ran: what such a call ran; before: the scalars that it returned."""
         self.model, self.ran, self.before = model, ran, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
@@ -348,7 +350,8 @@ class Heads:
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
 
     def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[tuple[Step, bool]]]:
-        """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
+        """Calls the model with these layers as heads, and returns the log of each. Raises Unreadable if the model returns
+        another loss."""
         (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
         norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
 
@@ -375,8 +378,8 @@ class Heads:
         return {module: head.log for module, head in heads.items()}
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Forward | None]:
-        """Its row in the table, and its new forward if it is replaced; no row for a layer that is no head, nor a norm before
-        one that saves less in chunks."""
+        """Returns the module's row in the table, and its new forward if it is replaced. The row is None for a layer that is
+        not a head, and for a norm that does not save less in chunks."""
         if module in self.norms and (norm := replaced_norm(name, module, self.norms[module], recompute)):
             return norm
         row = Row(name, type(module).__name__, None)
@@ -430,20 +433,20 @@ _patches: list[Patch] = []  # not yet removed, oldest first
 
 
 def patch_trl(workspace: int | str | None = None) -> Patch:
-    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()``, or the
+    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until ``remove()`` of the result or the
     end of a ``with`` block.
 
         ckptkern.convert(model, input_ids=ids, labels=ids)
         ckptkern.patch_trl()
         trl.SFTTrainer(model, ...).train()
 
-    For TRL 1.16's SFT, DPO, KTO, GRPO and RLOO, which compute a token's log-probability, entropy and accuracy from the hidden
-    states and lm_head.weight in buffers of 4,096 tokens x 32,768 classes. Here their memory is bounded by `workspace` (see
-    linear_cross_entropy), no float32 gradient of the whole weight is formed, and logits are float32 where TRL rounds them to
-    the hidden states' dtype. Saves 8 bytes a token for backward. The latest patch's workspace holds until all are removed.
+    TRL 1.16's SFT, DPO, KTO, GRPO and RLOO compute log-probability, entropy and accuracy of each token in buffers of 4,096
+    tokens x 32,768 classes. The patch bounds this memory by `workspace`, forms no float32 gradient of the whole weight, and
+    computes logits in float32, where TRL rounds them. Saves 8 bytes a token for backward. The latest patch's workspace holds
+    until all patches are removed.
 
-    Raises ImportError, which says what to install, RuntimeError if TRL's function is not that of 1.16, ValueError (workspace);
-    a call raises RuntimeError for a weight that DeepSpeed's ZeRO-3 has split.
+    Raises ImportError without TRL, RuntimeError for another version of TRL's function, ValueError for an invalid workspace. A
+    call raises RuntimeError for a weight that DeepSpeed's ZeRO-3 has split.
     """
     size = parse_bytes("patch_trl", workspace)
     if hint := missing("trl"):
@@ -473,9 +476,9 @@ def token_log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> tuple[Tensor | None, ...]:
-    """Computes what TRL's function returns: log-probabilities of targets [N], and the outputs that are asked for, else None:
-    entropy [N], log(sum p^2) [N], mean logit [N], is the target the arg max? [N], of logits
-    softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature. hidden [N, d], weight [V, d], bias [V]."""
+    """Computes what TRL's function returns: log-probabilities of targets [N], and of the requested outputs, else None:
+    entropy [N], log(sum p^2) [N], mean logit [N], whether the target is the arg max [N]. Logits are softcap tanh(logit_scale
+    (hidden weight^T + bias) / softcap) / temperature. hidden [N, d], weight [V, d], bias [V]."""
     if hasattr(weight, "ds_id"):
         raise RuntimeError(
             "ckptkern.patch_trl: DeepSpeed's ZeRO-3 has split the head's weight, which backward would not gather. Leave the "

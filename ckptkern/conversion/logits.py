@@ -1,9 +1,9 @@
 """Defines lazy logits: the LM head's output in training, computed only when read.
 
 `Logits` follows the operations of models between the LM head and F.cross_entropy or F.nll_loss: views and masks of tokens,
-float(), a scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token
+float(), a scale, an untrained bias, a softcap; and the operations of trainers between it and a statistic of each token
 (`tokens.statistic`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
-are computed once with their graph, or without one for a read of what detach() returned.
+are computed once with their graph, or without a graph for a read of detached logits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def logits_in(values: Any) -> list[Logits]:
 
 
 class Step(NamedTuple):
-    """A call of a function with logits among its arguments."""
+    """Describes a call of a function with logits among its arguments."""
 
     function: Callable
     args: tuple
@@ -112,7 +112,7 @@ class Step(NamedTuple):
 
     @property
     def changes_logits(self) -> bool:
-        """May it change their memory, or show it to someone who may?"""
+        """Returns whether the call may change the logits' memory, or show it to code that may."""
         changed = self.kwargs.get("out", next(iter(self.args), None))
         return self.name in SHOWING or (self.is_in_place and bool(logits_in(changed)))
 
@@ -121,26 +121,26 @@ class Step(NamedTuple):
         return self.name == "clone" or bool(self.kwargs.get("copy"))
 
     def of(self, values: Callable[[Logits], Any]) -> Any:
-        """The function's result of these in place of logits."""
+        """Returns the function's result with values(logits) in place of logits."""
         args, kwargs = mapped(lambda tensor: values(tensor) if isinstance(tensor, Logits) else tensor, self[1:])
         return self.function(*args, **kwargs)
 
     @property
     def others(self) -> list[Any]:
-        """What else is among its arguments."""
+        """Returns the leaves of its arguments that are not logits."""
         return [leaf for leaf in leaves_of(self[1:]) if not isinstance(leaf, Logits)]
 
 
 def replayed(step: Step | None, z: Tensor) -> Tensor:
-    """What a step, and those before it, make of the matmul's logits z."""
+    """Applies a step, and the steps before it, to the matmul's logits z."""
     return z if step is None else step.of(lambda logits: replayed(logits.step, z))
 
 
 class Matmul:
-    """One call of a linear layer: x [..., d], its parameters, and its low-rank update, if it has one.
+    """Describes one call of a linear layer: x [..., d], its parameters, and its low-rank update, if it has one.
 
-    log: None, or a list that gets each step that wanted the loss or values, and whether linear_cross_entropy covers it; then
-    logits are followed without gradients, too.
+    log: None, or a list that gets each step that needs the loss or values, and whether linear_cross_entropy covers it; logits
+    are then followed without gradients, too.
     """
 
     lora: ReplayedLoRA | None = None
@@ -166,7 +166,7 @@ class Matmul:
         return [tensor for tensor in (self.x, *self.head[:2], *update) if tensor is not None]
 
     def check(self) -> None:
-        """Raises RuntimeError unless x and the parameters are what they were."""
+        """Raises RuntimeError if x or a parameter has changed."""
         same = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors] == self.marks
         same &= all(shard._version == version for shard, version in self.shards)
         if not same or any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self.tensors):
@@ -175,7 +175,7 @@ class Matmul:
             )
 
     def hear(self, hook: Callable) -> None:
-        """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
+        """Stores a hook of fully_shard on its logits, for everything that is computed from them."""
         self.before_backward.append(hook)
         self.shards += [(shard, shard._version) for shard in shards_of(hook)]
         for logits in list(self.lazy_logits.values()):
@@ -183,7 +183,7 @@ class Matmul:
                 self.announced(logits.computed[0])
 
     def gather(self) -> None:
-        """Gathers parameters again that fully_shard has resharded since, as backward would: for a result with a gradient, which
+        """Gathers parameters that fully_shard has resharded since, as backward would: for a result with a gradient, which
         all ranks compute."""
         if self.before_backward and not self.head.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
@@ -191,14 +191,14 @@ class Matmul:
             self.marks[1:] = [(version, tensor.data_ptr()) for (version, _), tensor in pairs[1:]]
 
     def announced(self, result: Tensor) -> Tensor:
-        """The result, whose backward fully_shard's hooks hear of."""
+        """Registers fully_shard's hooks on the result, and returns it."""
         if result.requires_grad:
             for hook in self.before_backward:
                 result.register_hook(hook)
         return result
 
     def values(self, tensors: list[Tensor] | None = None) -> Tensor:
-        """The layer's result. tensors: instead of its own."""
+        """Returns the layer's result. tensors: in place of its own."""
         self.check()
         tensors, update = tensors or self.tensors, self.lora
         if update is not None:
@@ -212,7 +212,7 @@ class Matmul:
         return y
 
     def say(self, step: Step) -> None:
-        """Says why values are computed with a graph, and the remedy, once."""
+        """Says once why values are computed with a graph, and the remedy."""
         if self.on_values is not None:
             of = getattr(step.function, "__self__", None)
             name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else step.name
@@ -223,7 +223,7 @@ class Matmul:
             self.on_values = None
 
     def show(self) -> None:
-        """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
+        """Computes the values of all its logits, which are used from now on: other code may change or hook them."""
         if not self.is_shown:
             for logits in list(self.lazy_logits.values()):
                 logits.values()
@@ -237,8 +237,9 @@ class Matmul:
 
 
 class _LazyLogits(torch.autograd.Function):
-    """Logits have a node in the graph, for who asks them for a gradient past __torch_function__ (another autograd.Function, the
-    search of DistributedDataParallel for unused parameters). A loss of linear_cross_entropy does not go through it."""
+    """Gives logits a node in the graph, for code that differentiates them past __torch_function__: another
+    autograd.Function, or DistributedDataParallel's search for unused parameters. A loss of linear_cross_entropy does not go
+    through it."""
 
     @staticmethod
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
@@ -278,15 +279,17 @@ class _LazyLogits(torch.autograd.Function):
 
 
 def is_result(logits: Logits) -> bool:
-    """Are they what an autograd.Function returned, in whose forward they were made? Their graph is the Function's then."""
+    """Returns whether an autograd.Function returned the logits, and made them in its forward. Their graph is then the
+    Function's."""
     with torch._C.DisableTorchFunctionSubclass():
         return logits.detached and logits.requires_grad
 
 
 class Logits(Tensor):
-    """What a Matmul's logits z are after steps, the last of which is `step`, by a formula, of some tokens.
+    """Lazy logits: a Matmul's logits z after steps, the last of which is `step`, by a formula, of some tokens.
 
-    It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
+    Logits may have values, too. Once other code holds these and may change them in place, the logits are these values, and
+    nothing is followed.
     """
 
     matmul: Matmul
@@ -299,7 +302,7 @@ class Logits(Tensor):
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     def values(self) -> Tensor:
-        """Those of the matmul, which are made once, after the steps."""
+        """Returns the values, which are computed once, from the matmul through the steps."""
         if not self.computed:
             with torch.inference_mode(False), torch.enable_grad():
                 if self.step is None:
@@ -314,7 +317,7 @@ class Logits(Tensor):
         return self.computed[0]
 
     def apart(self) -> Tensor:
-        """Values for who wants no gradient: those of what detach() returned are computed once, as long as it lives."""
+        """Returns values without a graph. After detach() they are computed once, and stored."""
         if self.computed:
             return self.computed[0].detach()
         if self.known is not None:
@@ -326,12 +329,12 @@ class Logits(Tensor):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Those from the matmul to them; through the first of two factors."""
+        """Returns the steps from the matmul to these logits, through the first of two factors."""
         return () if self.step is None else (*self.step.logits[0].steps, self.step)
 
     @property
     def is_cut(self) -> bool:
-        """Are they of what detach() returned?"""
+        """Returns whether detach() is among the steps."""
         return any(step.name == "detach" for step in self.steps)
 
     @classmethod
@@ -393,7 +396,7 @@ class Logits(Tensor):
         return step.of(values)
 
     def without_values(self, step: Step, logits: list[Logits]) -> Any:
-        """The step's result without values; None if it needs them."""
+        """Returns the step's result without values; None if it needs them."""
         if len(logits) == 2:
             return product(step, *logits)
         if len(logits) > 1:
@@ -414,7 +417,7 @@ class Logits(Tensor):
         return matmul.announced(result)
 
     def followed(self, step: Step) -> Logits | None:
-        """What they are after a step of views, or of each element, or over the classes; None if it is none of these."""
+        """Returns the logits after a step of views, of each element, or over the classes; None for other steps."""
         # in the example's call a head is to see what is no loss: of the functions over the classes there log_softmax alone
         if (self.matmul.log is not None and step.name in ("detach", "exp", "softmax")) or asks_for_copy(step, self):
             return None
@@ -425,7 +428,7 @@ class Logits(Tensor):
         return None if tokens is None else self.next(step, tokens, formula)
 
     def next(self, step: Step, tokens: Tokens, formula: Formula) -> Logits:
-        """What they are after this step."""
+        """Returns the logits after this step."""
         detached = self.detached or step.name == "detach" or not torch.is_grad_enabled()
         fields = {
             "matmul": self.matmul,
@@ -437,7 +440,7 @@ class Logits(Tensor):
         return _LazyLogits.apply(fields, *(tensor.detach() if detached else tensor for tensor in self.matmul.tensors))
 
     def parts(self, step: Step) -> tuple[Logits, ...] | None:
-        """Those of unbind, which __iter__ calls, of split or chunk; None if they are not of whole tokens."""
+        """Returns the logits after unbind, which __iter__ calls, split or chunk; None if the parts are not of whole tokens."""
         dim = step.kwargs.get("dim", next(iter(step.args[PARTS[step.name] :]), 0))
         if not isinstance(dim, int) or self.class_dim in (None, dim % self.dim()):
             return None
