@@ -1,10 +1,9 @@
-"""An MoE block, a router with its experts and shared experts, as `ckptkern.moe_block`.
+"""Reads an MoE block, a router with its experts and shared experts, as `ckptkern.moe_block`.
 
-What a router does cannot be traced backwards: a choice is a matter of values. The block is recognised by its parts, and how it
-scores and chooses by what it calls its experts with, on many random rows; the numerical check then verifies the whole.
+A router cannot be traced backwards, because its choice depends on values. The block is recognised by its parts. How it scores
+and chooses is inferred from what it passes to its experts, on many random rows; the numerical check then verifies the whole.
 
-Its experts alone are `ckptkern.moe_mlp`: read from a module's layout, and by transformers' interface, where they are chosen by
-name as attention is.
+Experts alone become `ckptkern.moe_mlp`: by a module's layout, or by transformers' interface, which selects them by name.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class _Seen(Exception):
 
 
 def experts_call(flat: list[Any]) -> tuple[int, int, int]:
-    """The places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
+    """Returns the places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
     floating = [i for i, value in enumerate(flat) if is_floating(value)]
     others = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and i not in floating]
     if len(floating) != 2 or len(others) != 1 or flat[others[0]].dtype == torch.bool:
@@ -58,8 +57,8 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
 
 
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
-    """moe_mlp's parameters among the module's own, and as `lora` the low-rank updates that wrappers of experts (`base_of`) add
-    to their weights in a call. Raises Unreadable for what it does not take."""
+    """Returns moe_mlp's parameters among the module's own and, as `lora`, the low-rank updates that wrappers of experts
+    (`base_of`) add to their weights in a call. Raises Unreadable for updates that moe_mlp does not support."""
     (_, base), layout, updates = base_of(module), experts_layout(module), {}
     layers = {layout[f"{layer}_weight"].removesuffix(".original").rpartition(".")[2]: layer for layer in LAYERS}
     path, wrapper = "", module
@@ -84,8 +83,8 @@ def random_states(x: Tensor) -> tuple:
 
 
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """(index, weights, what the router returns) for x, in the present mode; the first two [rows, k], with which the block
-    calls its experts, which do not run. Raises Unreadable."""
+    """Returns (index, weights, the router's result) for x, in the present mode. The first two, [rows, k], are what the block
+    passes to its experts, which do not run. Raises Unreadable."""
     seen, returned = [], [None]
 
     def stop(_, inner: tuple, named: dict[str, Any]) -> None:
@@ -111,8 +110,8 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
 
 
 def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
-    """Random values in place of the buffers of MoE blocks in it, which are zeros before training; `random_parameters` puts
-    back what was there."""
+    """Puts random values in the score biases of MoE blocks inside, which are zeros before training; `random_parameters`
+    restores them."""
     for m in module.modules():
         parts = parts_of(m)
         if parts is not None and parts.score_bias is not None:
@@ -124,8 +123,8 @@ def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
 def routings(
     logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, numbers: list[int | float]
 ) -> Iterator[dict[str, Any]]:
-    """Every way to score and choose that gives these indices and weights; score_bias: is it used? found: numbers, which may be
-    the counts of groups."""
+    """Yields every way to score and choose that gives these indices and weights, as arguments of moe_block; their score_bias
+    says whether it is used. numbers: candidates for the counts of groups and the factor."""
     order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
     integers = [n for n in numbers if type(n) is int]
     counts = [n for n in integers if 1 < n < E and E % n == 0]
@@ -154,7 +153,8 @@ def routings(
 def router_dtype(
     module: nn.Module, parts: Parts, call: Call, x: Tensor, o: SimpleNamespace, w: Tensor, b: Tensor | None
 ) -> torch.dtype | None:
-    """float32 if the router of a 16-bit block upcasts before its matmul: if its weights are nearer to those of such logits."""
+    """Returns float32 if the router of a 16-bit block upcasts before its matmul, so that its weights are nearer to those of
+    float32 logits; None otherwise."""
     x = x.to(torch.bfloat16)
     try:
         with replacing(module, functools.partial(in_dtype, dtype=torch.bfloat16)):
@@ -170,7 +170,7 @@ def router_dtype(
 
 
 def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str, Any], Choices]:
-    """(moe_block's arguments of a shared expert, among them its part of `lora`; its choices). Raises Unreadable."""
+    """Returns (moe_block's arguments of a shared expert, including its part of `lora`; its choices). Raises Unreadable."""
     traced = trace(module, ((x,), {}))
     if not isinstance(traced.result, Tensor):
         raise Unreadable("forward returns more than a tensor")
@@ -192,7 +192,7 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
 
 
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
-    """Its call with one tensor x [..., d]. Raises Unreadable."""
+    """Reads a call with one tensor x [..., d]. Raises Unreadable."""
     parts = parts_of(module)
     tensors = tensors_in(flat)
     if len(tensors) != 1 or not is_floating(tensors[0]) or tensors[0].dim() < 2:
@@ -246,10 +246,10 @@ def scaled(parameter: Tensor, factor: float) -> Iterator[None]:
 
 
 def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
-    """Its call with x [..., d], indices [..., k] and weights [..., k], as moe_mlp. The numerical check decides which
-    activation it has.
+    """Reads a call with x [..., d], indices [..., k] and weights [..., k] as moe_mlp. The numerical check decides on the
+    activation.
 
-    What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
+    Experts cannot be traced, because the rows that each of them reads depend on values. Raises Unreadable.
     """
     x, index, weights = experts_call(flat)
     arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | arguments_of_experts(module)
@@ -257,8 +257,8 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
 
 
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
-    """The values of calls of experts, or of an MoE block, that show what its example may not: a clamp in the experts, or of the
-    logits, and a limit to the rows of an expert. segment: the region in its place; flat: the example's values."""
+    """Yields calls of experts, or of an MoE block, that show what the example may not: a clamp in the experts or of the
+    logits, and a limit on the rows of an expert. segment: the region in its place; flat: the example's values."""
     x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.op_arguments(flat)
 
     def call(x: Tensor) -> list[Any]:
@@ -294,7 +294,8 @@ KIND = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_
 
 
 def _activation(module: nn.Module) -> str:
-    """The name of its activation; the module is looked at once, and again if it has another one."""
+    """Returns the name of the module's activation. The module is inspected once, and again after its activation was
+    replaced. Raises TypeError for experts of another kind."""
     seen, name = module.__dict__.get("_ckptkern_activation", (None, ""))
     if seen is None or seen is not module.act_fn:
         kind = type(module)
@@ -314,12 +315,11 @@ def _activation(module: nn.Module) -> str:
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
 
-    Select it with `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)`.
-    Under expert parallelism each rank has its own experts and drops the token-expert pairs of other ranks, in backward,
-    too. Experts of another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are
-    called.
+    Select it by `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)`. Under expert
+    parallelism each rank runs its own experts and drops the token-expert pairs of other ranks, also in backward.
 
-    recompute, workspace: see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode, workspace).
+    recompute, workspace: see ckptkern.moe_mlp. Raises ImportError without transformers 5, ValueError for an invalid mode or
+    workspace. A call raises TypeError for experts of another kind (their own gate, interleaved or transposed weights).
     """
     check_mode("register_experts", recompute)
     parse_bytes("register_experts", workspace)

@@ -1,8 +1,8 @@
-"""Leaves a model and all random states as they were: what every probe and check of a model runs in.
+"""Restores a model and all random states after a probe or a check.
 
-A forward may move four things: random states (`seeded`), what modules hold (`unmoved`), gradients (`gradients_unmoved`) and
-parameters. `no_trace` restores all of these after a whole call of convert; checks inside of it take `unmoved` alone, so that
-the next check finds what this one found.
+A forward may change four things: random states (`seeded`), what modules hold (`unmoved`), gradients (`gradients_unmoved`) and
+parameters. `no_trace` restores all of these after a whole call of convert. Checks inside it use `unmoved` alone, so that each
+check begins as the last one did.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Held = tuple[Any, Any]
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Seeds the global generators of torch, Python and NumPy alike each time, and gives them back their states afterwards."""
+    """Seeds the global generators of torch, Python and NumPy, alike each time, and restores their states afterwards."""
     numpy: Any = sys.modules.get("numpy.random")
     drawn: list[Any] = [random._inst, torch.default_generator]
     for accelerator in (torch.cuda, torch.xpu):  # torch.manual_seed would also seed those that are initialised later
@@ -64,14 +64,14 @@ def seeded() -> Iterator[None]:
 
 
 def drawn_elsewhere() -> tuple:
-    """Returns the states of Python's and NumPy's global generators, which a recompute does not turn back."""
+    """Returns the states of Python's and NumPy's global generators, which a recompute does not restore."""
     numpy = sys.modules.get("numpy.random")
     _, keys, place, *_ = ((), (), 0) if numpy is None else numpy.get_state()
     return random.getstate(), list(keys), place
 
 
 def restorer_of(generator: object) -> Callable[[], None] | None:
-    """Returns what gives a generator its present state back; None for other objects."""
+    """Returns a function that restores a generator's present state; None for other objects."""
     numpy: Any = sys.modules.get("numpy.random")
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
         return functools.partial(generator.setstate, generator.getstate())
@@ -86,7 +86,7 @@ def restorer_of(generator: object) -> Callable[[], None] | None:
 
 
 class Written:
-    """A tensor with its values, memory and requires_grad. values: None for a parameter, of which there is no copy."""
+    """Holds a tensor with its values, memory and requires_grad. values: None for a parameter, which is not copied."""
 
     def __init__(self, tensor: Tensor, values: Tensor | None):
         self.tensor, self.values, self.version = tensor, values, tensor._version
@@ -122,8 +122,8 @@ _COPIES: ContextVar[dict[int, Written] | None] = ContextVar("copies", default=No
 
 
 class _State:
-    """What modules hold, what that holds, and what that holds: attributes, items of containers, and the values of tensors and
-    the states of generators among these. Parameters are not copied, and other modules not followed."""
+    """Holds what modules hold, and what that holds, to a depth of DEPTH: attributes, items of containers, values of tensors
+    and states of generators. Parameters are not copied, and other modules are not followed."""
 
     def __init__(self, modules: list[nn.Module], others: Iterable[Any] = ()):
         self.held: list[Held] = []
@@ -137,7 +137,7 @@ class _State:
             level = [item for value in level for item in self.taken(value)]
 
     def taken(self, value: Any) -> Iterable[Any]:
-        """Notes what it holds, and returns that."""
+        """Notes what the value holds, and returns it."""
         if type(value) in PLAIN_VALUES or id(value) in self.seen or isinstance(value, (type, nn.Module)):
             return ()
         self.seen.add(id(value))
@@ -181,8 +181,8 @@ class _State:
 
 @contextlib.contextmanager
 def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
-    values, the contents of containers, and the attributes of objects such as configurations.
+    """Restores what the modules hold: modes, attributes, hooks, submodules, buffers and other tensors with their values, the
+    contents of containers, and the attributes of objects such as configurations.
 
     others: more of such objects.
     """
@@ -202,7 +202,8 @@ def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients are None for a while, and what waits for them, such as an optimizer inside backward, is not told."""
+    """Sets gradients to None for a while, and disables the hooks that wait for them, such as those of an optimizer inside
+    backward."""
     before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     waiting = [(hooks, dict(hooks)) for _, _, hooks in before if hooks]
     try:
@@ -220,7 +221,7 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_trace(module: nn.Module, call: tuple = ((), {})) -> Iterator[None]:
-    """Leaves the model, random states, gradients and the arguments of the call as they were.
+    """Restores the model, random states, gradients and the arguments of the call.
 
     Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
     are not, because a copy would take the model's memory once more.

@@ -1,8 +1,8 @@
-"""What is read of a traced graph, and the small steps of reading that attention.py and grammar.py share.
+"""Describes what is read of a traced graph, and has the steps of reading that attention.py and grammar.py share.
 
-What a node computes is recognised by its results and not by its class. A leaf with a weight [n, k] that computes x W^T + b is a
-linear layer. Results on random rows show which norm a leaf is, and whether its weight is w or 1 + w. The module's parameters
-must be random meanwhile (check.random_parameters), because a zero bias does not show.
+A node is recognised by its results, not by its class. A leaf with a weight [n, k] that computes x W^T + b is a linear layer.
+Results on random rows show which norm a leaf is, and whether its weight is w or 1 + w. The module's parameters must be random
+meanwhile (check.random_parameters), because a zero bias does not show.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time t
 
 
 class Weight(NamedTuple):
-    """A parameter or buffer by its path, in a form that arguments.in_form names, or of `count` equal parts of its rows one.
+    """Names a parameter or buffer by path, in a form of arguments.in_form, or one of `count` equal parts of its rows.
 
-    Forms "a" and "b": A or B of low-rank updates of `count` experts, as peft lays them out in one matrix: A [E r, d], or B
-    [n, r E], whose columns are in the order of ranks.
+    Forms "a" and "b": A or B of the low-rank updates of `count` experts, which peft stores in one matrix: A [E r, d], or B [n,
+    r E], with columns in the order of ranks.
     """
 
     path: str
@@ -52,8 +52,8 @@ class Norm(NamedTuple):
 
 
 class Probability(NamedTuple):
-    """Of a dropout: an attribute of the module at `path`, read in each call and 0 unless that module is in training mode; or
-    with path and attribute "" the number `value`, by the whole module's mode."""
+    """Names the probability of a dropout: an attribute of the module at `path`, read in each call and 0 unless that module
+    is in training mode; or with path and attribute "" the number `value`, by the whole module's mode."""
 
     path: str
     attribute: str
@@ -61,12 +61,12 @@ class Probability(NamedTuple):
 
 
 def in_training(p: float) -> Probability:
-    """A function's p, that the traced module hands on in training mode only."""
+    """Returns the Probability of a function's p, which the traced module passes in training mode only."""
     return Probability("", "", float(p))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether calling it runs nn.Linear's forward."""
+    """Returns whether a call of the module runs nn.Linear's forward."""
     kind = type(module)
     return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
 
@@ -76,7 +76,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def _outcome(leaf: nn.Module, x: Tensor) -> Tensor | None:
-    """The leaf's result; None if it raises or returns something else."""
+    """Returns the leaf's result; None if it raises or does not return a tensor."""
     try:
         with torch.no_grad():
             result = leaf(x)
@@ -90,8 +90,8 @@ def check_of(leaf: nn.Module, like: Callable[[Tensor], Tensor]) -> Check:
 
 
 def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor], Tensor], Any]]) -> Any:
-    """What comes with the first of these functions that the leaf computes of x, and in training and in evaluation of its first
-    rows, with the same gradients; None if it computes none."""
+    """Returns what is paired with the first function that gives the leaf's result for x, and in training and in evaluation
+    the same result and gradients for the first rows of x; None if there is none."""
     y, was, parameters = _outcome(leaf, x), leaf.training, list(leaf.parameters(recurse=False))
     for like, match in ways if y is not None else ():
         if not same(y, like(x)):
@@ -110,7 +110,8 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
 
 
 def agrees_in_16_bits(leaf: nn.Module, like: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
+    """Returns whether the leaf computes like(x) up to rounding in bfloat16 and under autocast. Calls that it refuses do not
+    count."""
     check, kind = check_of(leaf, like), x.device.type
     narrow = functools.partial(in_dtype, dtype=torch.bfloat16)
     try:
@@ -136,7 +137,8 @@ class Steps:
         return self.module.get_submodule(node.source) if node.kind == "module" else None
 
     def once(self, kind: str, node: Node, find: Callable[[str, nn.Module, Node], Any]) -> Any:
-        """find(path, leaf, node) for a node that a leaf with one input tensor returned; None for others."""
+        """Returns find(path, leaf, node), found out once, for a node that a leaf with one input tensor returned; None for
+        other nodes."""
         leaf = self.leaf(node)
         if leaf is None or node.output or len(node.inputs) != 1:
             return None
@@ -181,8 +183,8 @@ class Steps:
     # -- activations
 
     def activation(self, node: Node) -> tuple[str, Node] | None:
-        """The activation that a leaf, or a function of one tensor that is written out, computes, and what it reads, without
-        views."""
+        """Returns (the activation, the node that it reads) of a leaf, or of a function of one tensor that is written out;
+        None for other nodes."""
         if node.kind == "function":
             behind = [node]  # nodes of its shape, through functions, the nearest first
             for z in behind:
@@ -211,13 +213,14 @@ class Steps:
         return None
 
     def drop_path(self, node: Node) -> Probability | None:
-        """Stochastic depth: whole samples of x [B, ...] dropped, the others scaled by 1/(1 - p)."""
+        """Returns the probability of stochastic depth, which drops whole samples of x [B, ...] and scales the others by 1/(1
+        - p); None for other nodes."""
         return self.once("drop_path", node, _find_drop_path)
 
     # -- what lies between leaves
 
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
-        """What a node shows through views, casts and, if they are collected, dropouts."""
+        """Returns the node behind views, casts and, if they are collected, dropouts."""
         while True:
             if dropouts is not None and (p := self.dropout(node)) is not None:
                 dropouts.append(p)
@@ -227,14 +230,14 @@ class Steps:
             node = node.inputs[0]
 
     def input_of(self, node: Node) -> Node:
-        """What a node's first input shows."""
+        """Returns the node behind views and casts of the first input."""
         return self.strip(node.inputs[0])
 
     def refuse(self, reason: str, node: Node) -> Unreadable:
         return Unreadable(f"{reason} {self.describe(node)}")
 
     def linear_of(self, node: Node) -> Layer | None:
-        """The linear layer that a node is the result of."""
+        """Returns the linear layer, with its low-rank update, whose result the node is; None for other nodes."""
         if (layer := self.linear_leaf(node)) is not None:
             return layer
         for base, update in node.pairs if node.is_function("add") else ():
@@ -244,7 +247,7 @@ class Steps:
         return None
 
     def update(self, node: Node, x: Node) -> Update | None:
-        """scale * b(a(dropout(x)))."""
+        """Reads scale * b(a(dropout(x))); None for other nodes."""
         node, scale = self.strip(node), 1.0
         while (factor := self.factor(node)) is not None:
             scale, node = scale * factor, self.input_of(node)
@@ -261,7 +264,8 @@ class Steps:
         return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
 
     def scale_of(self, path: str, scale: float) -> float | Scale:
-        """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
+        """Returns where a layer of peft holds the scale of the update whose A is at this path; the number itself if none
+        does."""
         parts = path.split(".")
         for i in range(len(parts) - 1):
             owner = ".".join(parts[:i])
@@ -272,7 +276,7 @@ class Steps:
         return scale
 
     def factor(self, node: Node) -> float | None:
-        """The number that a node's one tensor is multiplied by; None for other nodes."""
+        """Returns the number by which a node multiplies its one tensor; None for other nodes."""
         if not node.is_function("mul", "div", of=1):
             return None
         if len(node.numbers) != 1:
@@ -287,7 +291,7 @@ class Steps:
         return layer
 
     def probability(self, dropouts: list[Probability]) -> Probability | float:
-        """The dropout among those in a row; one that is 0 now counts if it is alone, since it may be raised later.
+        """Returns the only dropout of several in a row that is not 0 now; or the first, since it may be raised later.
 
         Raises Unreadable for two, whose matmul has no single mask.
         """
@@ -354,7 +358,7 @@ def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, ep
 
 
 def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
-    """The node computed anew, with `values` in place of the node z."""
+    """Computes the node anew, with `values` in place of the node z."""
     if node is z:
         return values.clone()  # functions in place are called as well
     if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
@@ -403,21 +407,22 @@ SCALING = "scaling"  # of peft's layers: the scales of low-rank updates, by adap
 
 
 class Argument(NamedTuple):
-    """One of the call's flattened arguments, in a form that arguments.in_form names."""
+    """Names one of the call's flattened arguments, in a form of arguments.in_form."""
 
     index: int
     form: str = ""
 
 
 class Scale(NamedTuple):
-    """The scale of an adapter's low-rank update: an entry of the dict `scaling` of the layer at `path`, read in each call."""
+    """Names the scale of an adapter's low-rank update: an entry of the dict `scaling` of the layer at `path`, read in each
+    call."""
 
     path: str
     adapter: str
 
 
 class Update(NamedTuple):
-    """A low-rank update: the fields of ckptkern.LoRA."""
+    """Describes a low-rank update, by the fields of ckptkern.LoRA."""
 
     a: Weight
     b: Weight
@@ -425,14 +430,14 @@ class Update(NamedTuple):
     dropout_p: Probability | float
 
     def rows(self, part: int, count: int) -> Update:
-        """That of one of `count` equal parts of the layer's rows."""
+        """Returns the update of one of `count` equal parts of the layer's rows."""
         if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
             raise Unreadable("a low-rank update with dropout of a weight that is split")
         return self._replace(b=self.b.rows(part, count), dropout_p=0.0)  # the guard sees it if that changes
 
 
 class Layer(NamedTuple):
-    """A linear layer where it is applied: what it reads, without views, and its low-rank update."""
+    """Describes a linear layer where it is applied: its parameters, its input without views, and its low-rank update."""
 
     weight: Weight
     bias: Weight | None
@@ -441,13 +446,13 @@ class Layer(NamedTuple):
     update: Update | None = None
 
     def rows(self, part: int, count: int) -> Layer:
-        """One of `count` equal parts of its rows."""
+        """Returns one of `count` equal parts of the layer's rows."""
         weight, bias, update = (value and value.rows(part, count) for value in (self.weight, self.bias, self.update))
         return Layer(weight, bias, self.out_features // count, self.input, update)
 
 
 def layers_as(**layers: Layer) -> dict[str, Any]:
-    """Weights, biases and low-rank updates of these layers as arguments of an op."""
+    """Returns weights, biases and low-rank updates of these layers as arguments of an op."""
     arguments = {}
     for name, layer in layers.items():
         arguments |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
@@ -455,7 +460,7 @@ def layers_as(**layers: Layer) -> dict[str, Any]:
 
 
 def updates(**layers: Layer) -> dict[str, Any]:
-    """The argument `lora` of an op, if any of these has an update."""
+    """Returns the argument `lora` of an op; {} if no layer has an update."""
     lora = {name: layer.update for name, layer in layers.items() if layer.update is not None}
     return {"lora": lora} if lora else {}
 
@@ -466,12 +471,11 @@ Choices = list[list[dict[str, Any]]]
 
 @dataclass
 class Reading:
-    """A fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input. Of a sublayer
-    that is being read, op is "", and x the node that it reads, without views.
+    """Describes a fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input. For
+    a sublayer that is being read, op is "", and x the node that it reads, without views.
 
-    logits_of: the path of an MoE's router whose first result is the logits, whose hooks are given them; "" if there is none.
-    result: how the output lies in what forward returns. apart: a function that forward leaves out of autocast, and the op would
-    not.
+    logits_of: the path of an MoE's router whose first result is the logits, which its hooks get; "" if there is none. result:
+    the place of the output in what forward returns. apart: a function that forward keeps out of autocast, and the op would not.
     """
 
     arguments: dict[str, Any]
@@ -483,7 +487,7 @@ class Reading:
     apart: str = ""
 
     def candidates(self) -> Iterator[Reading]:
-        """Yields the reading with each way to answer all open questions."""
+        """Yields the reading with each combination of answers to all open questions."""
         for answers in itertools.product(*self.choices):
             arguments = self.arguments
             for path, value in (item for answer in answers for item in answer.items()):
@@ -497,7 +501,7 @@ def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]
 
 
 def prefixed(template: Any, path: str) -> Any:
-    """A template of a submodule's parameters as one of its parent's."""
+    """Returns a template of a submodule's parameters as one of its parent's."""
     if isinstance(template, (Weight, Scale, Probability)):
         return template._replace(path=f"{path}.{template.path}" if template.path else path)
     if isinstance(template, Update):

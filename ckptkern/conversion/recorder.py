@@ -1,11 +1,11 @@
-"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region. Refuses
-models and calls of which no training step can run, and says what to do.
+"""Records a training step: every tensor with the op that returned it, what forward saves for backward, and in which region.
+Refuses models and calls that can run no training step, and names the remedy.
 
-A dispatch mode sees each tensor that an op returns, ours as their bodies call torch's, and a weak reference tells when its
-storage is gone. So the figures need no allocator and are there on the meta device too. What a kernel of a library takes for
-itself while it runs is in the allocator's timeline alone, which is recorded beside it where there is one.
+A dispatch mode sees each tensor that an op returns, also inside ckptkern's ops, and a weak reference tells when its storage is
+freed. So the figures need no allocator, and exist on the meta device, too. What a library's kernel allocates while it runs is
+in the allocator's timeline alone, which is recorded, too, where there is one.
 
-The peak of a step is counted above what is there when it begins: parameters, buffers, inputs, and the gradients that there are.
+The peak of a step is counted above what is allocated when it begins: parameters, buffers, inputs, and present gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ SELDOM = 16  # ops, after which it is looked for what is gone
 
 
 class Alive(NamedTuple):
-    """A tensor that stands at the peak. place: the region in whose forward or backward it was made, "" outside of all."""
+    """Describes a tensor that is allocated at the peak. place: the region in whose forward or backward it was allocated, ""
+    outside of all."""
 
     bytes: int
     op: str
@@ -56,10 +57,10 @@ class Alive(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A part of the step: in the forward or backward of a region, or outside of all.
+    """Describes a part of the step: in the forward or backward of a region, or outside of all.
 
-    region: its place, None outside. done: the regions that have run forward and not yet ended their backward, this one left
-    out. start, highest: bytes.
+    region: its place, None outside. done: the other regions that have run forward and not yet ended their backward. start,
+    highest: bytes.
     """
 
     region: int | None
@@ -70,9 +71,9 @@ class Stretch(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of a region. call: its arguments, of a forward alone. names: of the storages of its inputs and outputs, by their
-    place: their name in the model, None for a parameter's, and their bytes. hidden: it is inside a checkpoint of the model's
-    own, for which nothing that it saves is saved. saved: the storages that it saves."""
+    """Describes a call of a region. call: its arguments, if only a forward runs. names: of the storages of its inputs and
+    outputs, by place: their name in the model, None for a parameter's, and their bytes. hidden: it is inside a checkpoint of
+    the model's own, so that nothing of it is saved. saved: the storages that it saves."""
 
     call: Call | None
     names: dict[Place, tuple[tuple | None, int]]
@@ -81,9 +82,9 @@ class Called(NamedTuple):
 
 
 class Step(TorchDispatchMode):
-    """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
-    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
-    alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
+    """Records what runs inside as one training step: allocated bytes (`bytes` now, `peak`), the tensors at the peak, flops
+    of matmuls, and the stretches and calls of the regions of `step_of`. backs: a backward follows. holds: what a forward
+    alone saves stays allocated, as if it were differentiated inside; without it, a model that does not fit may be measured."""
 
     bytes = peak = highest = start = 0  # highest: of the stretch
     flops = ops = ops_of_forward = gradients = 0
@@ -124,7 +125,7 @@ class Step(TorchDispatchMode):
         return result
 
     def note(self, result: Any, arguments: Any, op: str) -> None:
-        """Adds the storages of an op's result. Those of its arguments that are not alive were there before."""
+        """Adds the storages of an op's result. Unknown storages of its arguments were there before."""
         new = {key: part for part in parts_of(result) if (key := part.untyped_storage()._cdata) not in self.alive}
         for part in parts_of(arguments) if new else ():
             new.pop(part.untyped_storage()._cdata, None)
@@ -135,7 +136,7 @@ class Step(TorchDispatchMode):
             self.bytes += alive.bytes
 
     def now(self) -> int:
-        """Returns the bytes of what is not gone."""
+        """Returns the bytes that are still allocated."""
         for key in [key for key in self.alive if torch.UntypedStorage._expired(key)]:
             self.bytes -= self.alive.pop(key)[1].bytes
         return self.bytes
@@ -179,7 +180,7 @@ class Step(TorchDispatchMode):
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
     def name(self, i: int, role: str, values: Any) -> None:
-        """Names the storages of a region's inputs or outputs that have no name yet."""
+        """Gives a name to the storages of a region's inputs or outputs that have none yet."""
         tensors = [(j, value) for j, value in enumerate(leaves_of(values)) if isinstance(value, Tensor)]
         for place, part in [((role, j, k), part) for j, t in tensors for k, part in enumerate(memory.dense_parts(t))]:
             storage = part.untyped_storage()
@@ -192,7 +193,7 @@ class Step(TorchDispatchMode):
         saved.update(memory.storages_of([tensor]))
 
     def cut(self, region: int | None = None, name: str = "") -> None:
-        """Ends a stretch, and begins another."""
+        """Begins a stretch, after recording the one that ends."""
         self.timeline.mark(f"stretch {len(self.stretches)}")
         highest, self.highest = self.highest, self.now()
         done = frozenset(self.done - {self.region})
@@ -203,7 +204,7 @@ class Step(TorchDispatchMode):
 
     @property
     def saved(self) -> int:
-        """Bytes that forward saved for backward, besides parameters and buffers."""
+        """Returns the bytes that forward saved for backward, besides parameters and buffers."""
         saved = dict(self.outside)
         for called in [call for calls in self.calls.values() for call in calls]:
             saved |= called.saved
@@ -217,7 +218,7 @@ class Step(TorchDispatchMode):
         return memory.Timeline([float(i) for i in range(len(self.heights))], list(self.heights), marks)
 
     def standing(self) -> list[Alive]:
-        """Returns what stood at the peak, the largest first; tensors that differ in nothing but their bytes are added up."""
+        """Returns the tensors at the peak, the largest first. Tensors that differ only in their bytes are added up."""
         added: dict[Alive, int] = {}
         for alive in self.at_peak:
             key = alive._replace(bytes=0)
@@ -226,7 +227,7 @@ class Step(TorchDispatchMode):
 
 
 def parts_of(values: Any) -> list[Tensor]:
-    """Returns the tensors with a storage of their own of all tensors inside."""
+    """Returns the tensors with a storage of their own, of all tensors inside."""
     return [part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in memory.dense_parts(leaf)]
 
 
@@ -236,7 +237,7 @@ def owned_by(model: nn.Module) -> Names:
 
 
 def owned_tensors(model: nn.Module) -> list[Tensor]:
-    """Returns its parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
+    """Returns the model's parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
     return [*model.parameters(), *model.buffers(), *map(Frozen, packed_in(model))]
 
 
@@ -261,12 +262,12 @@ def step_of(
     ended: Callable[[], None] | None = None,
     profiles: bool = True,
 ) -> Step:
-    """Runs one training step of the model, forward and backward, and records it. Nothing of it is left.
+    """Runs one training step of the model, forward and backward, and records it. The model is left as it was.
 
-    regions: their names and modules. loss: from the output to what is differentiated; None: `loss_of`, and a forward alone
-    has none. there: parameters and inputs whose gradients are there when the step begins; None: those that have one. trains:
-    in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
-    before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
+    regions: their names and modules. loss: a function from the output to the scalar that is differentiated; None: `loss_of`, or
+    no loss for a forward alone. there: parameters and inputs that have gradients when the step begins; None: those that have
+    one now. trains: in training mode. step: the recorder; Step(backs=False) runs a forward alone, and holds nothing that it
+    saves. ended: called before gradients are restored. profiles: adds what kernels allocate themselves, by torch.profiler.
     """
     step, (args, kwargs) = step or Step(), call
     leaves = [leaf for leaf in (*model.parameters(), *tensors_in(call)) if leaf.requires_grad and leaf.is_leaf]
@@ -310,8 +311,8 @@ def step_of(
 
 
 def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None:
-    """Gives zeros as gradients to those of these ids, none to others, and Megatron-LM's sums of gradients other memory, until
-    `gradients_unmoved` and `unmoved` end."""
+    """Sets gradients of zeros for the leaves with these ids, None for others, and other memory for Megatron-LM's sums of
+    gradients, until `gradients_unmoved` and `unmoved` end."""
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf) if id(leaf) in there else None
         if isinstance(getattr(leaf, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
@@ -319,7 +320,7 @@ def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None
 
 
 def floating_in(output: Any) -> list[Tensor]:
-    """Returns the floating-point tensors of what a model returned."""
+    """Returns the floating-point tensors among a model's outputs."""
     return [
         leaf
         for leaf in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
@@ -328,8 +329,8 @@ def floating_in(output: Any) -> list[Tensor]:
 
 
 def differentiated(output: Any) -> list[Tensor]:
-    """Returns what a step differentiates of what a model returned: its `loss`, or its scalars, or else all its tensors; those
-    that have a gradient, if any has one."""
+    """Returns the outputs that a step differentiates: the `loss`, or the scalars, or else all tensors; those that have a
+    gradient, if any has one."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return [loss]
@@ -348,8 +349,9 @@ def loss_of(
     summed: Callable[[Sequence[Tensor]], Tensor] = sum_of,
     op: str = "loss",
 ) -> Tensor:
-    """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed` of
-    its tensors. Raises ValueError for several scalars, and for what has no gradient; TypeError for a loss that is no scalar."""
+    """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed`
+    of its tensors. Raises ValueError for several scalars, and for a scalar without a gradient; TypeError if `loss` does not
+    return a scalar tensor."""
     results = differentiated(output) if loss is None else [loss(output)]
     if len(results) > 1 and results[0].dim() == 0:
         raise ValueError(
@@ -369,9 +371,9 @@ def loss_of(
 
 
 def check_step(op: str, model: nn.Module, call: Call) -> None:
-    """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
-    or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors that were made in
-    it."""
+    """Raises TypeError if model is not a module, and for a batch as one positional dict; ValueError for a model that is
+    compiled, lazy or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors
+    that were created in it."""
     check_tensors(op, model, call)
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
@@ -391,8 +393,8 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
 
 
 def check_tensors(op: str, model: nn.Module, call: Call) -> None:
-    """Raises TypeError for what is no module; RuntimeError in inference mode, and for tensors that were made in it; ValueError
-    for lazy modules."""
+    """Raises TypeError if model is not a module; RuntimeError in inference mode, and for tensors that were created in it;
+    ValueError for lazy modules."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
     if torch.is_inference_mode_enabled():
@@ -411,8 +413,8 @@ def check_tensors(op: str, model: nn.Module, call: Call) -> None:
 
 
 def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None = None) -> int:
-    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x, the
-    first floating-point one if it is not named. Raises StopIteration if there is none."""
+    """Returns the bytes that one training call of `run`, a forward of `module`, saves, besides parameters and the arguments
+    other than x. x: by default the first floating-point argument. Raises StopIteration if there is none."""
     x = next(filter(is_floating, leaves_of(call))) if x is None else x
     wanted, shared = x.detach().requires_grad_(), [tensor for tensor in tensors_in(call) if tensor is not x]
     args, kwargs = mapped(lambda tensor: wanted if tensor is x else tensor, call)
@@ -424,7 +426,7 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
 
 
 def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
-    """`saved_bytes`; None without a call that can be measured."""
+    """Returns `saved_bytes`; None without a call that can be measured."""
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
     with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
@@ -433,8 +435,8 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
 
 
 def step_of_all(model: nn.Module, call: Call, there: list[Tensor]) -> tuple[int | None, int | None]:
-    """Returns the bytes that a training step of the model saves for backward, besides parameters, and those of its peak; None
-    for what cannot be measured. there: as in `step_of`."""
+    """Returns (the bytes that a training step of the model saves for backward, besides parameters; its peak); None for what
+    cannot be measured. there: as in `step_of`."""
     if not any(call) or is_sharded(model) or holds_sharded(model):
         return None, None  # a forward that no backward follows would leave their state open
     # the reducer of DistributedDataParallel would wait for ranks that do not convert

@@ -19,7 +19,7 @@ def several(which: Which | Iterable[Which] | None) -> Iterable[Which]:
 
 
 def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module) -> bool:
-    """Is the module one of these: names with wildcards, classes, or functions of (name, module)?"""
+    """Returns whether the module matches one of these: names with wildcards, classes, or functions of (name, module)."""
     for selector in several(which):
         if isinstance(selector, type):
             matched = isinstance(module, selector)
@@ -31,7 +31,7 @@ def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module)
 
 
 def check_names(model: nn.Module, include, exclude) -> None:
-    """Raises ValueError for a name of these that no module has, and for one to include that only lists of modules have."""
+    """Raises ValueError for a name that matches no module, and for a name to include that matches only lists of modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     lists = [f"{name}.*" for name, module in modules.items() if name and isinstance(module, LISTS) and len(module)]
     where = f"; its lists of layers are {', '.join(map(repr, lists[:SHOWN]))}" if lists else ""
@@ -53,7 +53,7 @@ def check_names(model: nn.Module, include, exclude) -> None:
 
 
 def selected(model: nn.Module, include, exclude) -> set[nn.Module]:
-    """Returns the modules that are included, all of them by default, and neither excluded nor inside of one that is."""
+    """Returns the modules that are included, all by default, and neither excluded nor inside an excluded one."""
     modules: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> None:

@@ -1,11 +1,10 @@
-"""Follows which tokens lazy logits are of: through views, copies and masks that leave each token's logits whole; and
-computes without their values what trainers read of them: log_softmax followed by gather, sum or mean over the classes,
-logsumexp, gather, argmax, and the entropy, -(p * log_p).sum(-1), or the mean logit (p * z).sum(-1), of p = softmax(z) or
-exp(log_softmax(z)); each also times a number. Each is a linear_cross_entropy of the head's input, of which one statistic is
-returned.
+"""Follows the tokens of lazy logits through views, copies and masks that leave each token's logits whole. Computes what
+trainers read of them without values: log_softmax followed by gather, sum or mean over the classes, logsumexp, gather, argmax,
+the entropy -(p * log_p).sum(-1), and the mean logit (p * z).sum(-1), of p = softmax(z) or exp(log_softmax(z)), each also times
+a number. Each is one statistic of a linear_cross_entropy of the head's input.
 
-Reads that want no gradient, of what detach() returned and copies, get values. A copy is values of the moment in which it is
-asked for, and can be read after the optimizer's step. The model's loss does not see these values: it stays
+Reads without a gradient, of detached logits and of copies, get values. A copy has the values of the moment when it is
+requested, and can be read after the optimizer's step. The model's loss does not depend on these values: it stays
 linear_cross_entropy of the head's input.
 """
 
@@ -53,8 +52,8 @@ SCALES = frozenset(name for name in (*MULTIPLY, *DIVIDE, *NEGATE) if not is_in_p
 
 
 class Tokens(NamedTuple):
-    """Of which tokens logits are. `placeholder`, on the meta device, is a view of what stands for the logits [..., classes] of
-    rows [..., d], as the logits are of those of all rows."""
+    """Describes the tokens of logits. `placeholder`, on the meta device, is a view of a tensor [..., classes] of all rows
+    [..., d], as the logits are a view of the logits of all rows."""
 
     rows: Tensor
     classes: int
@@ -62,7 +61,7 @@ class Tokens(NamedTuple):
 
     @property
     def class_dim(self) -> int | None:
-        """The dimension of the classes; None unless it has all classes of a token."""
+        """Returns the dimension of the classes; None unless it has all classes of a token."""
         placeholder, V = self.placeholder, self.classes
         dims = [i for i in range(placeholder.dim()) if placeholder.stride(i) == 1 and placeholder.shape[i] == V]
         starts = [
@@ -73,7 +72,7 @@ class Tokens(NamedTuple):
 
     @placeholders()
     def shown(self) -> Tensor:
-        """The rows of these tokens [..., d], in their order; the leading shape may be another."""
+        """Returns the rows of these tokens [..., d], in their order; the leading shape may be another."""
         placeholder, (*lead, d) = self.placeholder, self.rows.shape
         others = [i for i in range(placeholder.dim()) if i != self.class_dim]
         sizes, strides = [placeholder.shape[i] for i in others], [placeholder.stride(i) // self.classes for i in others]
@@ -87,7 +86,7 @@ class Tokens(NamedTuple):
 
     @placeholders()
     def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
-        """Those of a copy, whose elements have the same order."""
+        """Returns the tokens of a copy, whose elements have the same order; None for another shape."""
         placeholder = self.placeholder
         if placeholder.shape[-1:] == shape[-1:] == (self.classes,) and placeholder.stride(-1) == 1:
             return self._replace(rows=self.shown(), placeholder=placeholder.new_empty(shape, dtype=dtype))
@@ -98,7 +97,7 @@ class Tokens(NamedTuple):
 
     @placeholders()
     def after(self, step: Any) -> Tokens | None:
-        """Those of step's result; None if it is not followed."""
+        """Returns the tokens of the step's result; None if it is not followed."""
         before = self.placeholder
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
             return self.masked(step.args[1])
@@ -123,7 +122,7 @@ class Tokens(NamedTuple):
         return tokens if tokens is not None and tokens.class_dim is not None else None
 
     def are(self, others: Tokens) -> bool:
-        """Are they the same tokens in the same order, with the classes last?"""
+        """Returns whether both are the same tokens in the same order, with the classes last."""
         placeholder, other = self.placeholder, others.placeholder
         if placeholder.shape != other.shape or not self.class_dim == others.class_dim == placeholder.dim() - 1:
             return False
@@ -135,7 +134,7 @@ class Tokens(NamedTuple):
 
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
-        """Those that a mask of the leading dimensions leaves; None for another index."""
+        """Returns the tokens that a mask of the leading dimensions selects; None for another index."""
         placeholder, lead = self.placeholder, self.placeholder.shape[:-1]
         if (
             mask.dtype != torch.bool
@@ -151,7 +150,7 @@ class Tokens(NamedTuple):
 
 
 def share(value: Any, other: Tensor) -> bool:
-    """Is `one` a tensor in other's memory?"""
+    """Returns whether `value` is a tensor in other's memory."""
     strided = isinstance(value, Tensor) and value.layout is torch.strided
     return strided and value.untyped_storage()._cdata == other.untyped_storage()._cdata
 
@@ -160,11 +159,11 @@ CALLERS = 5  # frames from asks_for_copy to whoever called clone
 
 
 def asks_for_copy(step: Any, logits: Any) -> bool:
-    """Returns whether the step asks for a copy of logits.
+    """Returns whether the step requests a copy of logits.
 
-    clone() and to(copy=True) ask for one where no gradient is wanted: of what detach() or torch.no_grad() returned, and under
-    torch.no_grad(); and so does detach() of a clone. After detach() a cast or a move asks for one too, also to the dtype or the
-    device that the logits have. contiguous(), reshape() and flatten() ask for a layout: trainers take statistics of the result.
+    clone() and to(copy=True) request a copy where no gradient is wanted: of detached logits, and under torch.no_grad(). So does
+    detach() of a clone. After detach() a cast or a move requests a copy, too, also to the dtype or device that the logits have.
+    contiguous(), reshape() and flatten() request a layout: trainers take statistics of the result.
     """
     if logits.matmul.log is not None:
         return False
@@ -178,7 +177,7 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
 
 
 def callers(count: int) -> Iterator[FrameType]:
-    """The last frames before the one of the function that reads them."""
+    """Yields the last frames before that of the function that iterates over them, `count` at most."""
     frame = sys._getframe(2).f_back
     while frame is not None and (count := count - 1) >= 0:
         yield frame
@@ -186,9 +185,9 @@ def callers(count: int) -> Iterator[FrameType]:
 
 
 def read_apart(step: Any, operands: list[Any]) -> Any:
-    """Returns the step's result by values without a graph, of logits that detach() returned or that the step copies.
+    """Returns the step's result by values without a graph, for detached logits or a copy of logits.
 
-    NotImplemented for other logits, and for a result in the memory of the values, unless it is a copy: someone may change it.
+    Returns NotImplemented for other logits, and for a result in the memory of the values, which other code may change.
     """
     copied = len(operands) == 1 and asks_for_copy(step, operands[0])
     if not (copied or all(logits.is_cut for logits in operands)):
@@ -219,7 +218,7 @@ NAMES = {
 
 
 class LMHead(NamedTuple):
-    """A linear layer's parameters, and the mode and the workspace of its loss."""
+    """Holds a linear layer's parameters, and the mode and workspace of its loss."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -228,8 +227,8 @@ class LMHead(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """Which function of a head's z = x weight^T + bias logits are: a form, times a factor, of scale (z + added), or of cap
-    times the tanh of that."""
+    """Describes logits as a function of a head's z = x weight^T + bias: a form, times a factor, of scale (z + added), or of
+    cap times the tanh of that."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -243,8 +242,8 @@ class Formula(NamedTuple):
         return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
 
     def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of these logits of rows, and targets of the same tokens in any shape; None for a cap that it
-        does not take."""
+        """Returns ops.linear_cross_entropy of these logits of rows, and targets of the same tokens in any shape; None for a
+        cap that it does not support."""
         cap, bias, added = self.cap, head.bias, self.added
         if cap is not None and cap <= 0:
             return None
@@ -276,13 +275,13 @@ NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are er
 
 
 def arguments_of(step: Any) -> dict[str, Any]:
-    """Those of a function in `NAMES`, by name."""
+    """Returns the arguments of a function in `NAMES`, by name."""
     named = {"input" if name == "self" else name: value for name, value in step.kwargs.items()}
     return dict(zip(NAMES[step.name], step.args, strict=False)) | named
 
 
 def class_arguments(step: Any, logits: Tensor) -> dict[str, Any] | None:
-    """The arguments by name of a function over the classes; None for another call."""
+    """Returns the arguments, by name, of a function over the classes; None for another call."""
     arguments = arguments_of(step)
     dim, n = arguments.get("dim"), logits.dim()
     if type(dim) in (tuple, list) and len(dim) == 1:
@@ -293,13 +292,13 @@ def class_arguments(step: Any, logits: Tensor) -> dict[str, Any] | None:
 
 
 def lead_of(logits: Any) -> tuple[int, ...]:
-    """The shape of what has one number for each token."""
+    """Returns the shape of a tensor with one number for each token."""
     return tuple(size for i, size in enumerate(logits.shape) if i != logits.class_dim)
 
 
 def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
-    """The formula of the step's result, a function of each element or over the classes, and its dtype, under autocast too; None
-    if it is none of these."""
+    """Returns (the formula of the step's result, its dtype, under autocast too) for a function of each element or over the
+    classes; None for other functions."""
     name, args, formula, n = step.name, step.args, logits.formula, logits.dim()
     if name in SCALES:
         others = [arg for arg in args if arg is not logits]
@@ -351,7 +350,7 @@ def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
 
 
 def product(step: Any, first: Tensor, second: Tensor) -> Tensor | None:
-    """p log p, or p z, of the same logits; None for another function of two."""
+    """Returns p log p or p z, of the same logits; None for another function of two."""
     ours, theirs = first.formula, second.formula
     form = MULTIPLIED.get(frozenset((ours.form, theirs.form)))
     if form is None or step.name not in MULTIPLY or len(step.args) != 2 or step.kwargs or step.is_in_place:
@@ -370,7 +369,7 @@ def product(step: Any, first: Tensor, second: Tensor) -> Tensor | None:
 
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
-    """The function's result without logits; None if it is none of these, or not over all classes of a token."""
+    """Returns the function's result without logits; None for other functions, or unless over all classes of a token."""
     name, (form, factor) = step.name, logits.formula[-2:]
     if (
         (name, form) not in STATISTICS
@@ -417,13 +416,13 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
 
 
 def is_loss(function: Callable) -> bool:
-    """Does it take logits and targets? Dynamo cannot look for a function in a set."""
+    """Returns whether the function takes logits and targets. Dynamo cannot look for a function in a set."""
     return function is F.cross_entropy or function is F.nll_loss
 
 
 def loss(step: Any, logits: Any) -> Tensor | None:
-    """F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does not
-    compute."""
+    """Returns F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does
+    not compute."""
     arguments = arguments_of(step)
     target, weight = arguments["target"], arguments.get("weight")
     names = ("weight", "ignore_index", "reduction", "label_smoothing")

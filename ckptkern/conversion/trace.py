@@ -1,7 +1,7 @@
 """Traces the dataflow of one call of a module, as a small graph of leaf modules and torch functions.
 
 A module is checked with autocast off, whatever the model's call switches on. A forward that switches autocast off around a
-matmul, as models do for scores or routers in float32, is no fused op under autocast, which would round there.
+matmul, as models do for scores or routers in float32, is not fused under autocast, where the op would round.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def device_types(module: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, autocast is off for the devices of the module; with a dtype it is on, but for a module with 16-bit parameters.
+    """Switches autocast off for the module's devices; with a dtype, switches it on, except for a module with 16-bit parameters.
 
-    One that casts to float32 changes no number of a float32 forward, which shows then where it switches autocast off.
+    Autocast to float32 changes no number of a float32 forward, and shows where the forward switches autocast off.
     """
     is_on = dtype is not None and not any(p.dtype in HALF for p in module.parameters())
     with contextlib.ExitStack() as stack:
@@ -52,7 +52,7 @@ def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[No
 
 
 class Watched(TorchFunctionMode):
-    """Notes of a forward inside of `switched`, on, what it keeps out of autocast.
+    """Notes what a forward keeps out of autocast, which is `switched` on around it.
 
     apart: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
     """
@@ -63,13 +63,13 @@ class Watched(TorchFunctionMode):
         self.apart: list[str] = []
 
     def is_apart(self, result: object) -> bool:
-        """Returns whether autocast is off now, or to another dtype, on the result's device."""
+        """Returns whether autocast is off, or has another dtype, on the result's device."""
         if not isinstance(result, Tensor) or (kind := result.device.type) not in self.kinds:
             return False
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
 
     def note(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Notes the function if it runs apart from autocast, which would round its result."""
+        """Notes the function if it runs outside of autocast, which would round its result."""
         if self.is_apart(result):
             # it may return something else, or take no other dtype
             with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
@@ -83,7 +83,8 @@ class Watched(TorchFunctionMode):
 
 
 def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a module's inputs would be without autocast: as they are, or in float32 if autocast rounded them."""
+    """Returns a function that maps a module's inputs to inputs without autocast: unchanged, or in float32 if autocast
+    rounded them."""
     is_on = any(map(torch.is_autocast_enabled, device_types(module)))
     if not is_on or any(p.dtype in HALF for p in module.parameters()):
         return Tensor.detach
@@ -158,7 +159,7 @@ class Node:
 
     @property
     def leaves(self) -> list[Any]:
-        """The call's arguments, out of their containers."""
+        """Returns the call's arguments, out of their containers."""
         return leaves_of((self.args, self.kwargs))
 
     @property
@@ -167,7 +168,7 @@ class Node:
 
     @property
     def pairs(self) -> list[list[Node]]:
-        """Two inputs in both orders; none for another number of inputs."""
+        """Returns the two inputs in both orders; [] for another number of inputs."""
         return [self.inputs, self.inputs[::-1]] if len(self.inputs) == 2 else []
 
     @property
@@ -175,18 +176,19 @@ class Node:
         return [argument for argument in self.args if isinstance(argument, (int, float))]
 
     def is_function(self, *names: str, of: int | None = None) -> bool:
-        """Did one of these functions return it, in place or not, or an operator that does the same? of: of so many tensors."""
+        """Returns whether one of these functions returned the node, in place or not, or an operator that does the same. of:
+        the number of tensors that it takes."""
         if self.kind != "function" or of not in (None, len(self.inputs)):
             return False
         return self.source in names or SAME.get(self.source, self.source.strip("_")) in names
 
     def called_with(self, *names: str) -> dict[str, Any]:
-        """The call's arguments by name; `names` are those of its positions."""
+        """Returns the call's arguments by name; `names` are those of its positions."""
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Is the module read as one node?"""
+    """Returns whether the module is read as one node."""
     return not module._modules or type(module).forward in ATTENTION_FORWARDS
 
 
@@ -195,7 +197,7 @@ def is_floating(value: Any) -> bool:
 
 
 def leaves_of(values: Any) -> list[Any]:
-    """The values in nested tuples, lists and dicts, in their order."""
+    """Returns the values in nested tuples, lists and dicts, in their order."""
     if type(values) in (tuple, list):
         return [leaf for value in values for leaf in leaves_of(value)]
     if type(values) is dict:
@@ -208,7 +210,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
-    """The same nesting with other leaves."""
+    """Returns the same nesting with other leaves."""
     if type(values) in (tuple, list):
         return type(values)([recomputed(value, leaves) for value in values])
     if type(values) is dict:
@@ -217,12 +219,12 @@ def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
 
 
 def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
-    """The same nesting with function(tensor) in place of each tensor."""
+    """Returns the same nesting with function(tensor) in place of each tensor."""
     return recomputed(values, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(values)))
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Those that its forward may branch on, or change."""
+    """Returns the plain values among the module's attributes, on which its forward may branch."""
     return {name: value for name, value in module.__dict__.items() if type(value) in PLAIN_VALUES}
 
 
@@ -231,7 +233,8 @@ def settings(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def is_in_place(name: str) -> bool:
-    """Does torch's function of this name change its first argument? __iadd__ and __setitem__ do, requires_grad_ does not."""
+    """Returns whether torch's function of this name changes its first argument. __iadd__ and __setitem__ do, requires_grad_
+    does not."""
     if name.endswith("__"):
         not_in_place = ("__index__", "__int__", "__invert__", "__iter__")
         return name == "__setitem__" or (name.startswith("__i") and name not in not_in_place)
@@ -239,8 +242,8 @@ def is_in_place(name: str) -> bool:
 
 
 class Trace(Watched):
-    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
-    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
+    """Records one call of a module: its result, the node of every tensor, the log of calls, each call's arguments that are
+    not tensors, and the functions with a gradient that the module keeps out of autocast."""
 
     def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
         super().__init__(module, autocast)
@@ -268,7 +271,7 @@ class Trace(Watched):
         return self.nodes[id(tensor)]
 
     def counted(self, call: Call) -> tuple[int, Call]:
-        """(the place of a call among all, the call with Nodes)."""
+        """Returns (the place of the call among all, the call with Nodes)."""
         self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
         return len(self.calls) - 1, mapped(self.node, call)
 
@@ -307,7 +310,7 @@ class Trace(Watched):
         return result
 
     def forget_views(self, changed: Tensor, name: str) -> list[tuple[Node, Node]]:
-        """Other tensors of the memory that was changed are not what made them any more; returns their nodes before and now."""
+        """Gives new nodes to other tensors in the changed memory. Returns (the node before, the node now) of each."""
         pairs, strided = [], changed.layout == torch.strided
         memory = changed.untyped_storage().data_ptr() if strided else 0
         for other in self.alive if memory else ():
@@ -320,7 +323,8 @@ class Trace(Watched):
         return pairs
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        """Notes what a module returned: a leaf's is a node, but for an identity; others' nodes were made inside."""
+        """Notes what a module returned: a leaf's result becomes a node, unless the leaf is an identity; other modules' nodes
+        exist."""
         of_leaf = module in self.leaves
         if of_leaf:
             self.inside.pop()
@@ -339,8 +343,8 @@ class Trace(Watched):
 
 
 def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
-    """Calls module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
-    autocast: its dtype meanwhile, of a float32 module.
+    """Traces module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
+    autocast: its dtype meanwhile, for a float32 module.
 
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """

@@ -1,9 +1,9 @@
-"""Defines the LM head's lazy logits under torch.compile, which Dynamo traces as an object of Python and not as a tensor.
+"""Defines the LM head's lazy logits under torch.compile, which Dynamo traces as a Python object and not as a tensor.
 
 `TracedLogits` follows what models do between the LM head and F.cross_entropy, as `logits.Logits` does without a compiler, and
-log_softmax, gather, logsumexp and argmax, by the same rules (`tokens.formula_after`, `loss`, `statistic`); an entropy is of
-values. The graph holds the head's input in their place, and linear_cross_entropy in place of the loss. Logits that a compiled
-model returns are such an object too: outside of the graph it is read as the `Logits` of the same matmul.
+log_softmax, gather, logsumexp and argmax, by the same rules (`tokens.formula_after`, `loss`, `statistic`); an entropy needs
+values. The graph has the head's input in place of the logits, and linear_cross_entropy in place of the loss. A compiled model
+may return such an object: outside of the graph it is read as the `Logits` of the same matmul.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ for _key in ("CPU", "CUDA", "Meta"):
 
 
 class TracedLogits:
-    """The logits F.linear(x, *head[:2]) after `steps`, each a method with its arguments: to, mul, div, tanh, log_softmax.
+    """Lazy logits F.linear(x, *head[:2]) after `steps`, each a method with its arguments: to, mul, div, tanh, log_softmax.
 
     x [..., d]: the head's input, of some tokens in the order in which the model sees them. version: the weight's, when x was
     computed. formula, dtype: of the logits after these steps.
@@ -64,7 +64,7 @@ class TracedLogits:
         return self.formula.cross_entropy(self.head, self.x, target, **options)
 
     def without_values(self, step: Step) -> Any:
-        """The step's result without values; None if it needs them."""
+        """Returns the step's result without values; None if it needs them."""
         x, name, args, kwargs = self.x, step.name, step.args[1:], step.kwargs
         if is_loss(step.function):
             return loss(step, self)
@@ -104,7 +104,7 @@ class TracedLogits:
         return None
 
     def read(self) -> Tensor:
-        """In the graph their values, outside of it the `Logits` of the same matmul."""
+        """Returns values in the graph; outside of it, the `Logits` of the same matmul."""
         if is_compiling():
             return self.after(F.linear(self.x, self.head.weight, self.head.bias))
         if self.read_as is None:
@@ -167,7 +167,7 @@ OPERATORS = [
 
 
 def _as_method(function: Callable) -> Callable:
-    """The method of logits that calls this function of them."""
+    """Returns the method of logits that calls this function."""
 
     def method(self, *args, **kwargs):
         return TracedLogits.__torch_function__(function, (), (self, *args), kwargs)
