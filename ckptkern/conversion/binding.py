@@ -665,8 +665,10 @@ def check_not_split(op: str, model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs its original forward again. Returns the model. Raises ValueError if
-    ckptkern.parallel has split a block."""
+    """Undoes convert: every module runs its original forward again. Returns the model.
+
+    Raises ValueError if ckptkern.parallel has split a block.
+    """
     check_not_split("revert", model)
     masks.give_back(model)
     for module in model.modules():

@@ -376,43 +376,37 @@ def convert(
     every: int = 1,
     **example_kwargs: Any,
 ) -> Conversion:
-    """Replaces the layers of an existing model by fused ops that save less for backward. Returns the report.
+    """Replaces layers of an existing model by fused ops that save less for backward.
 
         conversion = ckptkern.convert(model, input_ids)
         print(conversion)
 
-    The model runs once on the example inputs. Each submodule, the outermost first, is traced, read as one fused op
-    (transformer_layer, attention_block, latent_attention_block, mlp_block, moe_block, moe_mlp, linear_stack, linear_act) and
-    compared with that op on random parameters. If the output or a gradient differs by more than rounding, the module is left
-    unchanged. torch's MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become those of ckptkern.nn. The
-    linear layer whose logits go to F.cross_entropy becomes linear_cross_entropy, if the example has labels; the norm before it
-    may run in chunks of tokens.
+    The model runs once on the example inputs. Each submodule, the outermost first, is read as one fused op and compared with it
+    on random parameters. If the output or a gradient differs by more than rounding, the module stays as it is. torch's
+    MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become those of ckptkern.nn. A linear layer whose
+    logits go to F.cross_entropy becomes linear_cross_entropy, if the example has labels.
 
-    Parameters, state_dict, submodules, hooks and optimizers stay the same: convert sets only the `forward` of modules, and the
-    attention implementation of transformers models. A call unlike the checked ones (other arguments, a cache) runs the original
-    forward. If a module's inside has changed (LoRA, hooks, quantized weights), its original forward runs as an activation
-    checkpoint.
+    Parameters, state_dict, submodules, hooks and optimizers stay the same: convert sets only `forward`, and the attention
+    implementation of transformers models. A call unlike the checked ones (other arguments, a cache) runs the original forward.
+    If a module's inside has changed (LoRA, hooks, quantized weights), its original forward runs as an activation checkpoint.
 
-    example_inputs, example_kwargs: a call of the model as in training, with at least two tokens. It may be small. Model and
-    random states are restored afterwards.
-    recompute: what a region saves: "full" its input, "selective" also attention's result, "none" everything. A pair sets
+    example_inputs, example_kwargs: a call of the model as in training, with at least two tokens.
+    recompute: what a region saves: "full" its input, "selective" also attention's result, "none" everything. A pair is for
     attention and the rest. A layer that is not one op is an activation checkpoint, unless the pair contains "none".
-    workspace: bytes of transient memory of each region in each pass, as an int or a string such as "64MiB". None: see
-    Conventions.
+    workspace: transient bytes of a region in each pass, such as "64MiB". None: see Conventions.
     include, exclude: modules to convert, and modules to leave with all that is inside: names with wildcards ("model.layers.*"),
     classes, functions of (name, module), or several of these.
-    otherwise: the treatment of layers (members of a list of modules) that are not one fused op, and of blocks of convolutions.
-    "checkpoint" makes them activation checkpoints where that saves less, which run in parts if their inside exceeds the
-    workspace. "leave" leaves them. What is fused inside stays fused.
+    otherwise: "checkpoint" runs layers that are not one op, and blocks of convolutions, as activation checkpoints where that
+    saves less, in parts if their inside exceeds the workspace. "leave" leaves them. What is fused inside stays fused.
     every: the number of layers in a row that form one region, which saves the first layer's input and costs one more forward
-    pass. A layer that takes something else than the result of the layer before it begins a region. Layers run one by one under
-    torch.compile, TensorParallel and fully_shard.
+    pass. A layer whose input is not the previous layer's result begins a region. Layers run one by one under torch.compile,
+    TensorParallel and fully_shard.
 
-    After fully_shard, all ranks convert at once, with examples of the same kind, the model that training calls.
+    Under fully_shard, all ranks call convert with examples of the same kind.
 
-    Raises TypeError if model is not an nn.Module, or for a keyword of neither convert nor the model's forward; ValueError for
-    an invalid option, a name that matches no module, and a model that is compiled, lazy, or wrapped by DataParallel or
-    FullyShardedDataParallel (convert first); RuntimeError in inference mode. After an error nothing is converted.
+    Raises: see Conventions. TypeError also for a keyword of neither convert nor the model's forward; ValueError also for a name
+    that matches no module, and a model that is compiled, lazy, or wrapped by DataParallel or FullyShardedDataParallel. After an
+    error nothing is converted.
     """
     call = example_inputs, example_kwargs
     check_step("convert", model, call)

@@ -313,13 +313,15 @@ def _activation(module: nn.Module) -> str:
 
 
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
-    """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
+    """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts.
 
     Select it by `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)`. Under expert
-    parallelism each rank runs its own experts and drops the token-expert pairs of other ranks, also in backward.
+    parallelism each rank runs its own experts.
 
-    recompute, workspace: see ckptkern.moe_mlp. Raises ImportError without transformers 5, ValueError for an invalid mode or
-    workspace. A call raises TypeError for experts of another kind (their own gate, interleaved or transposed weights).
+    recompute, workspace: see ckptkern.moe_mlp.
+
+    Raises ImportError without transformers 5. A call raises TypeError for experts with their own gate, or with interleaved or
+    transposed weights.
     """
     check_mode("register_experts", recompute)
     parse_bytes("register_experts", workspace)

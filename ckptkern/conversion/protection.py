@@ -43,7 +43,8 @@ Held = tuple[Any, Any]
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Seeds the global generators of torch, Python and NumPy, alike each time, and restores their states afterwards."""
+    """Sets the seed of the global generators of torch, Python and NumPy, alike each time, and restores their states
+    afterwards."""
     numpy: Any = sys.modules.get("numpy.random")
     drawn: list[Any] = [random._inst, torch.default_generator]
     for accelerator in (torch.cuda, torch.xpu):  # torch.manual_seed would also seed those that are initialised later

@@ -42,12 +42,12 @@ warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Row:
     """Describes a module and its replacement.
 
-    replaced_by: a fused op, "checkpoint" for an activation checkpoint, "tiled" for a norm in chunks of tokens, a class of
-    ckptkern.nn, or None, with the reason.
-    saved_before, saved_after: bytes that one call with the example inputs saves for backward, besides parameters; None if not
-    measured. error: the largest relative error of output and gradients in the numerical check.
-    calls: calls with gradients since convert that ran "fused", "checkpointed" or, in training, as the "original" forward.
-    Recomputes and slices of tokens count; calls under torch.compile do not.
+    replaced_by: a fused op, "checkpoint" (activation checkpoint), "tiled" (a norm in chunks of tokens), a class of ckptkern.nn,
+    or None, with the reason.
+    saved_before, saved_after: bytes that one call saves for backward, besides parameters.
+    error: the largest relative error of output and gradients in the numerical check.
+    calls: calls with gradients that ran "fused", "checkpointed" or, in training, "original", with recomputes and slices of
+    tokens, but without calls under torch.compile.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Row:
 
 @dataclass
 class Conversion:
-    """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
+    """Lists the rows, in the model's order. print(conversion) shows a table, with equal layers in one line.
 
-    saved_before, saved_after: bytes that the whole model saves for backward in a training call with the example inputs, besides
-    parameters; None if not measured.
-    peak_before, peak_after: peak bytes of such a step, above what is allocated when it begins; None if not measured.
+    saved_before, saved_after: bytes that a training call of the model saves for backward, besides parameters; None if not
+    measured.
+    peak_before, peak_after: peak bytes of such a step, above what is allocated when it begins.
     groups: the names of the layers of each region (`every`).
     """
 
