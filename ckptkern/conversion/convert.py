@@ -381,10 +381,10 @@ def convert(
         conversion = ckptkern.convert(model, input_ids)
         print(conversion)
 
-    The model runs once on the example inputs. Each submodule, the outermost first, is read as one fused op and compared with it
-    on random parameters. If the output or a gradient differs by more than rounding, the module stays as it is. torch's
-    MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become those of ckptkern.nn. A linear layer whose
-    logits go to F.cross_entropy becomes linear_cross_entropy, if the example has labels.
+    The model runs once on the example inputs. Each submodule, the outermost first, is read as one fused op and checked on
+    random parameters. If the output or a gradient differs by more than rounding, the module stays as it is. torch's attention
+    and transformer layers become those of ckptkern.nn. A linear layer whose logits go to F.cross_entropy becomes
+    linear_cross_entropy, if the example has labels.
 
     Parameters, state_dict, submodules, hooks and optimizers stay the same: convert sets only `forward`, and the attention
     implementation of transformers models. A call unlike the checked ones (other arguments, a cache) runs the original forward.
@@ -404,9 +404,8 @@ def convert(
 
     Under fully_shard, all ranks call convert with examples of the same kind.
 
-    Raises: see Conventions. TypeError also for a keyword of neither convert nor the model's forward; ValueError also for a name
-    that matches no module, and a model that is compiled, lazy, or wrapped by DataParallel or FullyShardedDataParallel. After an
-    error nothing is converted.
+    Raises: see Conventions. Also TypeError for a keyword of neither convert nor forward; ValueError for a name of no module,
+    and for a compiled or lazy model, or one in DataParallel or FullyShardedDataParallel. After an error nothing is converted.
     """
     call = example_inputs, example_kwargs
     check_step("convert", model, call)

@@ -440,12 +440,11 @@ def patch_trl(workspace: int | str | None = None) -> Patch:
         ckptkern.patch_trl()
         trl.SFTTrainer(model, ...).train()
 
-    TRL 1.16's SFT, DPO, KTO, GRPO and RLOO compute statistics of tokens in buffers of 4,096 tokens x 32,768 classes. The patch
-    bounds this memory by `workspace`, forms no float32 gradient of the whole weight, and computes float32 logits. Saves 8 bytes
-    a token for backward.
+    The patch covers SFT, DPO, KTO, GRPO and RLOO of TRL 1.16. `workspace` bounds its memory. It saves 8 bytes a token for
+    backward.
 
     Raises ImportError without TRL, RuntimeError for another version of TRL's function. A call raises RuntimeError for a weight
-    that DeepSpeed's ZeRO-3 has split.
+    that ZeRO-3 has split.
     """
     size = parse_bytes("patch_trl", workspace)
     if hint := missing("trl"):

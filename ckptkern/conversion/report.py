@@ -45,9 +45,8 @@ class Row:
     replaced_by: a fused op, "checkpoint" (activation checkpoint), "tiled" (a norm in chunks of tokens), a class of ckptkern.nn,
     or None, with the reason.
     saved_before, saved_after: bytes that one call saves for backward, besides parameters.
-    error: the largest relative error of output and gradients in the numerical check.
-    calls: calls with gradients that ran "fused", "checkpointed" or, in training, "original", with recomputes and slices of
-    tokens, but without calls under torch.compile.
+    error: the largest relative error of output and gradients in the check.
+    calls: calls with gradients that ran "fused", "checkpointed" or, in training, "original"; not counted under torch.compile.
     """
 
     name: str
@@ -62,11 +61,10 @@ class Row:
 
 @dataclass
 class Conversion:
-    """Lists the rows, in the model's order. print(conversion) shows a table, with equal layers in one line.
+    """Lists the rows in the model's order. print(conversion) shows a table.
 
-    saved_before, saved_after: bytes that a training call of the model saves for backward, besides parameters; None if not
-    measured.
-    peak_before, peak_after: peak bytes of such a step, above what is allocated when it begins.
+    saved_before, saved_after: bytes that a training call saves for backward, besides parameters; None if not measured.
+    peak_before, peak_after: peak bytes of a step, above what is allocated when it begins.
     groups: the names of the layers of each region (`every`).
     """
 
