@@ -665,7 +665,7 @@ def check_not_split(op: str, model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs its original forward again. Returns the model.
+    """Undoes convert: restores every original forward. Returns the model.
 
     Raises ValueError if ckptkern.parallel has split a block.
     """

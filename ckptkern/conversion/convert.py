@@ -398,7 +398,7 @@ def convert(
     classes, functions of (name, module), or several of these.
     otherwise: "checkpoint" runs layers that are not one op, and blocks of convolutions, as activation checkpoints where that
     saves less, in parts if their inside exceeds the workspace. "leave" leaves them. What is fused inside stays fused.
-    every: the number of layers in a row that form one region, which saves the first layer's input and costs one more forward
+    every: the number of layers in a row that form one region, which saves the first input and costs one more forward
     pass. A layer whose input is not the previous layer's result begins a region. Layers run one by one under torch.compile,
     TensorParallel and fully_shard.
 

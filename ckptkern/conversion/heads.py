@@ -433,8 +433,7 @@ _patches: list[Patch] = []  # not yet removed, oldest first
 
 
 def patch_trl(workspace: int | str | None = None) -> Patch:
-    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until ``remove()`` of the result or the
-    end of a ``with`` block.
+    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()`` or the end of a ``with`` block.
 
         ckptkern.convert(model, input_ids=ids, labels=ids)
         ckptkern.patch_trl()

@@ -315,7 +315,7 @@ def _activation(module: nn.Module) -> str:
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts.
 
-    Select it by `from_pretrained(..., experts_implementation=name)`. Under expert parallelism each rank runs its own experts.
+    Select it by `from_pretrained(..., experts_implementation=name)`.
 
     recompute, workspace: see ckptkern.moe_mlp.
 
