@@ -79,7 +79,7 @@ def read_attention(steps: Steps, node: Node) -> Reading:
             raise Unreadable("q or k of latent attention is changed between its projection and core attention")
         if len(core.query.shape) != 4:
             raise Unreadable(
-                f"latent attention of queries {list(core.query.shape)}, which do not tell the number of heads"
+                f"latent attention has queries {list(core.query.shape)}, which do not show the number of heads"
             )
         arguments, x = _latent_projections(steps, q.linears[0], kv_a[0], v.linears[0], out)
         arguments["num_heads"], choices = core.query.shape[1], []
@@ -123,7 +123,7 @@ def projection(steps: Steps, node: Node, result: Projection, apart: bool = False
     elif node.is_function("normalize") and is_unit:
         result.unit = True
     elif not node.is_function(*ROTATING):
-        raise steps.refuse("between projection and core is", node)
+        raise steps.refuse("an unsupported step between projection and core attention:", node)
     elif (factor := steps.factor(node)) is not None:
         result.factor *= factor
     result.is_complex |= node.is_function("view_as_complex")
@@ -164,21 +164,21 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     gated = {}
     if gate is nodes[0]:
         if gate in nodes[1:]:
-            raise Unreadable("a gate in one projection with q and k or v")
+            raise Unreadable("an output gate shares one projection with q and k or v")
         gated, rows = {"gate_in_query": True}, rows // 2
     elif gate is not None:
-        layer = steps.linear(gate, "what an output gate's sigmoid reads")
+        layer = steps.linear(gate, "the input of an output gate")
         if layer.update is not None:
-            raise Unreadable("a low-rank update of an output gate")
+            raise Unreadable("an output gate has a low-rank update")
         if layer.input is not x:
-            raise Unreadable("an output gate of another tensor than q's projection reads")
+            raise Unreadable("an output gate and q's projection read different tensors")
         gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
         # a matmul of [B H, S, D] does not tell the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
-            raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
+            raise Unreadable(f"a packed projection has {rows} rows, which do not fit {H} heads of {D}")
         arguments = layers_as(qkv=layers[0], out=out)
         choices = [[{}, {"qkv_layout": "heads"}]]
         return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
@@ -204,7 +204,7 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     if key is not value:
         raise Unreadable("k and v are projected from different tensors")
     if key.kind != "argument":
-        raise Unreadable("cross-attention to a tensor that is computed inside")
+        raise Unreadable("cross-attention reads a tensor that is computed inside")
     return {"key_value": Argument(key.source)}
 
 
@@ -225,9 +225,9 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         raise Unreadable("q and k do not have one norm each")
     norms = [steps.norm(part.norms[0]) for part in (q, k)]
     if norms[0].kind != norms[1].kind or norms[0].eps != norms[1].eps:
-        raise Unreadable(f"two kinds of norm of q and k: {norms[0]} and {norms[1]}")
+        raise Unreadable(f"q and k have different norms: {norms[0]} and {norms[1]}")
     if any(norm.weight is None for norm in norms):
-        raise Unreadable("norms of q and k without a weight")
+        raise Unreadable("the norms of q and k have no weight")
     pairs = tuple(norm.weight if norm.bias is None else (norm.weight, norm.bias) for norm in norms)
     return {"qk_norm": pairs, "qk_norm_eps": norms[0].eps, "qk_norm_kind": norms[0].kind}
 
@@ -247,7 +247,7 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
         names = ", ".join(map(steps.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {names}")
     if not (q.from_first_row and k.from_first_row):
-        raise Unreadable("rotary tables that are not read from their first row")
+        raise Unreadable("rotary tables are not read from their first row")
     if is_complex:
         tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
         return [{"rotary": tables, "rotary_interleaved": True}]
@@ -356,16 +356,16 @@ def _of_module(steps: Steps, node: Node) -> Reading:
     module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
-        raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
+        raise Unreadable("nn.MultiheadAttention is called with need_weights, or is not batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
-        raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
+        raise Unreadable("nn.MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn")
     query, key, value = (steps.strip(call[name]) for name in ("query", "key", "value"))
     crossing = _crossing(query, key, value)
     masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
-        raise Unreadable("nn.MultiheadAttention with a mask for each head")
+        raise Unreadable("nn.MultiheadAttention gets a mask for each head")
     bias = module.in_proj_bias is not None
     arguments = {
         "qkv_weight": Weight(f"{path}.in_proj_weight"),
@@ -423,14 +423,14 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
         if layers["q_a"].input is not x:
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
-        raise Unreadable("latent attention with low-rank updates")
+        raise Unreadable("latent attention has low-rank updates")
     arguments = layers_as(**layers)
     for name, norm in norms.items():
         if norm.kind != "rms" or norm.bias is not None:
-            raise Unreadable("a norm of a latent that is not an RMS norm")
+            raise Unreadable("the norm of a latent is not an RMS norm")
         if norm.weight is None:
-            raise Unreadable("a norm of a latent without a weight")
+            raise Unreadable("the norm of a latent has no weight")
         if arguments.setdefault("latent_norm_eps", norm.eps) != norm.eps:
-            raise Unreadable("norms of latents that differ in their epsilon")
+            raise Unreadable("the norms of latents differ in their epsilon")
         arguments[f"{name}_norm_weight"] = norm.weight
     return arguments, x

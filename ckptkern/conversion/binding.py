@@ -140,7 +140,7 @@ ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  
 TOKEN_WISE = ("mlp_block", "linear_stack", "linear_act")
 UNSEEN = object()
 LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
-FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
+FILLED = "its cache of keys and values is not empty. Pass use_cache=False in training"
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
@@ -424,7 +424,7 @@ class Fused(Forward):
             return lambda: "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
         if any(requires_grad(flat[i]) for i in segment.constants):
             return lambda: (
-                f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
+                f"an argument requires a gradient, which {segment.op} does not compute. Detach it, or pass exclude="
             )
         if (apart := segment.reading.apart) and autocast_dtype(flat[segment.x]) is not None:
             return lambda: (
@@ -528,10 +528,8 @@ class Own(Forward):
         """Returns what inside the module no op supports, or else that its arguments are the cause, with the remedy."""
         for path, m in list(self.module.named_modules())[1:]:
             if not (untouched(m) and dense(m)):
-                return f"{path} has a hook, a forward of its own, or a weight that is no plain memory. {AGAIN}"
-        return (
-            f"no op takes its arguments, or what is inside. See the limits of ckptkern.nn.{type(self.module).__name__}"
-        )
+                return f"{path} has a hook, a forward of its own, or a weight that is not a plain tensor. {AGAIN}"
+        return f"no op supports its arguments or its submodules. See the limits of ckptkern.nn.{type(self.module).__name__}"
 
 
 class Runs(Forward):
@@ -544,7 +542,7 @@ class Runs(Forward):
 
     def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
-            return self.unfused(lambda: f"its layers are others than those that were checked. {AGAIN}", (input,), {})
+            return self.unfused(lambda: f"its layers have changed since the check. {AGAIN}", (input,), {})
         done = 0
         for start, stop, run in self.runs:
             for layer in self.layers[done:start]:

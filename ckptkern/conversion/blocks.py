@@ -107,10 +107,10 @@ class Around:
             trained = [p for p in self.module.parameters() if p.requires_grad]
             tensors = results(outputs, leaves_of(call), [self.x], trained)
             if filled := dict(set(held_by(self.module)) - set(before)):
-                raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
+                raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
             if states != drawn_elsewhere():
                 raise Unreadable(
-                    "no activation checkpoint either: its forward draws from Python's or NumPy's random numbers, and a "
+                    "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
                     "recompute samples others. Draw from torch's"
                 )
             left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
@@ -122,14 +122,14 @@ class Around:
         (theirs, left), (ours, ours_left) = wanted or self.step(self.module.forward), self.step(forward)
         error = difference(ours, theirs)
         if not error <= TOLERANCE:
-            raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
+            raise Unreadable(f"its numbers differ as an activation checkpoint ({error:.1e})")
         for expected, other in zip(left, ours_left, strict=True):
             if isinstance(expected, dict) and expected != other:
                 raise Unreadable(
-                    f"no activation checkpoint either: its forward changes {dict(expected.items() ^ other.items())}"
+                    f"a checkpoint is not possible either: its forward changes {dict(expected.items() ^ other.items())}"
                 )
             if isinstance(expected, Tensor) and not torch.allclose(expected, other, rtol=TOLERANCE, equal_nan=True):
-                raise Unreadable("no activation checkpoint either: its forward changes a buffer")
+                raise Unreadable("a checkpoint is not possible either: its forward changes a buffer")
         if forward.parts is not None:
             self.check_parts(forward, theirs)
         return error
@@ -143,7 +143,7 @@ class Around:
         parts.slices = 0
         how = next(filter(None, parts.plans.values()), None)
         if how is None or not error <= ROUNDING:
-            parts.why = f"in slices it gives other numbers ({error:.1e})" if how else parts.why or "it is not recorded"
+            parts.why = f"its numbers differ in slices ({error:.1e})" if how else parts.why or "it is not recorded"
             parts.is_whole = True
         forward.how = f"as a whole: {parts.why}" if parts.is_whole else f"in parts: {how}"
 
@@ -156,7 +156,7 @@ class Around:
         with named_errors():
             inside, after = self.saved(self.module.forward), self.saved(forward)
             if after >= inside:
-                raise Unreadable("an activation checkpoint saves no less")
+                raise Unreadable("an activation checkpoint does not save less")
             return forward, after, self.check(forward)
 
 

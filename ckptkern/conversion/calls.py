@@ -230,7 +230,7 @@ class Form:
                 return (
                     f"{name} is {described(argument)}, and was {described(example)} in the example for convert. {again}"
                 )
-        return f"it has other arguments than the example for convert. {again}"
+        return f"its arguments differ from those of the example for convert. {again}"
 
     def example_call(self) -> Call:
         """Returns a call like the example, of zeros, in the module's present dtype and on its present device."""

@@ -44,7 +44,7 @@ class FromInput(NamedTuple):
         if self.name != "samples":
             return getattr(x, self.name)
         if x.shape[0] * self.value % self.samples:
-            raise ShapeError(f"convert: a batch of {x.shape[0]} is no multiple of {self.samples // self.value}")
+            raise ShapeError(f"convert: a batch of {x.shape[0]} is not a multiple of {self.samples // self.value}")
         return x.shape[0] * self.value // self.samples
 
 
@@ -152,11 +152,11 @@ class Resolver:
         inner = self.module.get_submodule(of).modules() if of is call.source else ()
         own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
         if tensors_in(own):  # an earlier part of a forward may have set them
-            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
+            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are not buffers")
         if call.at not in self.steps:
             leaves = [self.leaf(leaf, call.at, i) for i, leaf in enumerate(call.leaves)]
             if len(self.steps) >= LARGEST:
-                raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
+                raise Unreadable("a scale, a gate or a bias takes too many calls")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
             self.steps[call.at] = Step(of, args, kwargs, call.apart)
         return Result(call.at, call.output)

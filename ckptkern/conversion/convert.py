@@ -49,7 +49,9 @@ DROP_INS = {
     nn.TransformerDecoderLayer: drop_ins.TransformerDecoderLayer,
 }
 OTHERWISE = ("leave", "checkpoint")
-NO_REGIONS = "forms no group of layers, because none takes what the layer before it returned. Leave it out"
+NO_REGIONS = (
+    "forms no group of layers, because no layer takes the unchanged result of the layer before it. Leave it out"
+)
 PATTERNS = 4  # kinds of arguments that are checked of one module
 
 
@@ -155,7 +157,7 @@ class _Conversion:
             if may_be:
                 outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
             if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
-                outcome = Outcome([row_of(name, module, "another rank has found something else")])
+                outcome = Outcome([row_of(name, module, "ranks disagree on how to fuse this layer")])
             if outcome.put is not None:
                 outcome.put()
                 self.rows += outcome.rows
@@ -232,7 +234,7 @@ class _Conversion:
         if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
             return Outcome([])
         if module in self.hooked:
-            reason = "there are hooks or parametrizations inside that last for a call of the model only"
+            reason = "hooks or parametrizations inside last for one call of the model only"
             return Outcome([row_of(name, module, reason)])
         row = row_of(name, module)
         try:

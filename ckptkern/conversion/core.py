@@ -50,11 +50,11 @@ def read_core(steps: Steps, node: Node) -> Core:
     elif node.is_function("matmul", "bmm"):
         core = _written_out(steps, node)
     else:
-        raise steps.refuse("no core attention but", node)
+        raise steps.refuse("core attention expected, found", node)
     if core.sinks is not None:
         sinks = steps.strip(core.sinks)
         if sinks.kind != "parameter" or len(sinks.shape) != 1:
-            raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+            raise steps.refuse("attention's sinks must be a parameter with a number for each head, found", sinks)
         core.options["sinks"] = Weight(sinks.source)
     return core
 
@@ -64,7 +64,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
     dropouts = []
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
-        raise steps.refuse("a matmul whose left operand is no softmax but", weights)
+        raise steps.refuse("a softmax expected as the left operand of a matmul, found", weights)
     scores, sinks = steps.input_of(weights), None
     if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
         whole, largest = (steps.strip(operand) for operand in scores.inputs)
@@ -99,7 +99,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
             pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
             pair = next((nodes for nodes in pairs if nodes[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
             if pair is None:
-                raise steps.refuse("scores are formed by", scores)
+                raise steps.refuse("an unsupported step on attention scores:", scores)
             head_scale, scores = pair[0], steps.strip(pair[1])
     scale *= options.get("softcap", 1.0)  # tanh reads scores / softcap
     if scores.is_function("baddbmm"):

@@ -87,7 +87,7 @@ def attempt(
         if like is not None:
             reading, log = like
             if log and trace(module, call, flat).log != log:
-                raise Unreadable("another trace")
+                raise Unreadable("its trace differs from that of a similar layer")
         elif is_experts(module) or parts_of(module) is not None:
             with switched(module, torch.float32), Watched(module) as watched, torch.no_grad():
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
@@ -380,7 +380,7 @@ def fuse(
     if any(len(set(map(type, m))) == 1 and not any(map(is_leaf, m)) for m in lists):
         raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
-        raise Unreadable("it contains hooks, or a forward that is not its class's")
+        raise Unreadable("it contains hooks, or a module with another forward than its class's")
     if why := why_unreadable(module):
         raise Unreadable(why)
     try:

@@ -45,7 +45,7 @@ class Grammar(Steps):
             if isinstance(block, Unreadable):
                 raise Unreadable(f"its MoE block: {block}")
             if len(node.inputs) != 1 or node.output:
-                raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
+                raise self.refuse("an MoE block must take and return one tensor:", node)
             self.layers_read += 1
             block_arguments = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
@@ -55,7 +55,7 @@ class Grammar(Steps):
         arguments = {"dropout_p": self.probability(hidden)}
         if (match := self.activation(h)) is not None:
             activation, z = match
-            up = self.linear(z, "what the activation reads")
+            up = self.linear(z, "the activation's input")
             return Reading(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if not h.is_function("mul", of=2):
             raise self.refuse("the hidden layer ends in", h)
@@ -65,7 +65,7 @@ class Grammar(Steps):
             if match is None or up is None:
                 continue
             activation, gate_node = match
-            gate_layer = self.linear(gate_node, "what the activation reads")
+            gate_layer = self.linear(gate_node, "the activation's input")
             pairs = [(gate_layer, up)]
             if gate_node is up_node:  # one weight for both, in one order or the other
                 pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
@@ -146,7 +146,7 @@ class Grammar(Steps):
             trailing, node = node, self.input_of(node)
         if not self.is_sum(node):
             if trailing is not None:
-                raise Unreadable("a norm without a residual")
+                raise Unreadable("a branch that ends in a norm has no residual")
             return self.with_norm(self.branch(node, core), None)
         reasons = []
         for residual, branch in node.pairs:
@@ -191,9 +191,9 @@ class Grammar(Steps):
         arguments = [term for term in terms if term.kind == "argument"]
         branches = [term for term in terms if term.kind != "argument"]
         if len(arguments) != 1 or len(branches) != 2:
-            raise Unreadable("not x + attention + MLP")
+            raise Unreadable("it is not x + attention + MLP")
         if any(p.value for p in dropouts):
-            raise Unreadable("a dropout over several branches")
+            raise Unreadable("one dropout covers several branches")
         reasons = []
         for first, second in (branches, branches[::-1]):
             try:
@@ -217,7 +217,7 @@ class Grammar(Steps):
         if attention.x.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.x, read_attention), attention
             if "router_weight" in mlp.arguments:
-                raise Unreadable("an MoE layer with cross-attention")
+                raise Unreadable("an MoE layer has cross-attention")
         if attention.x.kind != "argument":
             raise self.refuse("the attention sublayer reads", attention.x)
         return layer_of(attention, mlp, attention.x, cross)
@@ -240,15 +240,15 @@ class Grammar(Steps):
             elif isinstance(self.module, nn.Linear):
                 activations.append("identity")
             else:
-                raise self.refuse("no activation but", node)
-            linear = self.linear(node, "what the activation reads")
+                raise self.refuse("an activation expected, found", node)
+            linear = self.linear(node, "the activation's input")
             if linear.update is not None:
-                raise Unreadable("a low-rank update in a chain of linear layers")
+                raise Unreadable("a chain of linear layers has a low-rank update")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
             node = linear.input
         if not weights or len(set(activations)) > 1:
-            raise Unreadable("not a chain of linear layers with one activation")
+            raise Unreadable("it is not a chain of linear layers with one activation")
         if len(weights) == 1:
             arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
             return Reading(arguments, node, op="linear_act")

@@ -304,7 +304,7 @@ class Watch:
                 if type(p) not in self.kinds:
                     yield f"{joined(path, name)} is a {type(p).__name__}"
             if children and m.training is not training:
-                yield f"{path} is in {'training' if m.training else 'evaluation'} mode, other than the layer that it is in"
+                yield f"{path} is in {'training' if m.training else 'evaluation'} mode, unlike the layer that it is in"
         yield from self.added()
         for m, path, _ in self.structure[1:]:
             if m in self.routers and m._forward_hooks and not collects_first(m._forward_hooks):
@@ -316,7 +316,7 @@ class Watch:
                     yield f"{joined(path, name)} is {now!r}, and was {was!r}"
         for a, name, b, as_ in self.ties:
             if a._parameters[name] is not b._parameters[as_]:
-                yield f"the parameters {name} and {as_} are not one any more"
+                yield f"the parameters {name} and {as_} are no longer tied"
 
     def difference(self) -> str:
         """Returns the first difference from what was checked, with the remedy."""

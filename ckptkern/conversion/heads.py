@@ -53,7 +53,7 @@ NO_LABELS = (
     "empty. Give convert an example with labels that count"
 )
 NOT_RUN = "the example's call did not run it. Give convert a call that does"
-NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
+NO_LOSS = "the example's call has no F.cross_entropy of its logits. With labels, the head and its loss become one op"
 
 
 class Ran(TorchFunctionMode):
@@ -408,12 +408,12 @@ class Heads:
             return row, None
         row.saved_before, row.saved_after = sum(before), sum(after)
         if row.saved_after >= row.saved_before:
-            row.reason = f"{OP} saves no less"
+            row.reason = f"{OP} does not save less"
             return row, None
         others = sorted({step.name for step, covered in log if not covered})
         if others:
             warnings.warn(
-                f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",
+                f"ckptkern.convert: forward also passes the logits of {name} to {', '.join(others)}, which needs their values",
                 stacklevel=6,
             )
         row.replaced_by = OP
@@ -433,7 +433,8 @@ _patches: list[Patch] = []  # not yet removed, oldest first
 
 
 def patch_trl(workspace: int | str | None = None) -> Patch:
-    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()`` or the end of a ``with`` block.
+    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()`` or the
+    end of a ``with`` block.
 
         ckptkern.convert(model, input_ids=ids, labels=ids)
         ckptkern.patch_trl()

@@ -50,7 +50,7 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
     floating = [i for i, value in enumerate(flat) if is_floating(value)]
     others = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and i not in floating]
     if len(floating) != 2 or len(others) != 1 or flat[others[0]].dtype == torch.bool:
-        raise Unreadable("experts that are not called with a tensor, indices and weights")
+        raise Unreadable("experts must be called with a tensor, indices and weights")
     (index,) = others
     x, weights = floating if flat[floating[1]].shape == flat[index].shape else floating[::-1]
     return x, index, weights
@@ -67,7 +67,7 @@ def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
             layer = layers.get(wrapper.parameter_name)
             if layer is None or layer in updates or len(adapters) > 1:
-                raise Unreadable("several adapters of one weight of its experts, or one of their biases")
+                raise Unreadable("a weight of its experts has several adapters, or a bias has one")
             a, b = (
                 Weight(f"{path}lora_{letter}.{adapters[0]}.weight", letter.lower(), count=wrapper.num_experts)
                 for letter in "AB"
@@ -183,10 +183,10 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
     lora, activation = shared(arguments.pop("lora", {})), arguments.pop("activation", None)
     dropped = [arguments.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
     if any(p.value if isinstance(p, Probability) else p for p in dropped) or arguments.pop("residual", False):
-        raise Unreadable("a shared expert with dropout or a residual")
+        raise Unreadable("a shared expert has dropout or a residual")
     known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
     if reading.op != "mlp_block" or arguments.keys() - known:
-        raise Unreadable(f"a shared expert that is {reading.op}, and not an MLP alone")
+        raise Unreadable(f"a shared expert is {reading.op}, not an MLP alone")
     choices = [[{"activation": activation}], *([shared(answer) for answer in choice] for choice in reading.choices)]
     return shared(arguments) | {"lora": lora}, choices
 
@@ -196,7 +196,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     parts = parts_of(module)
     tensors = tensors_in(flat)
     if len(tensors) != 1 or not is_floating(tensors[0]) or tensors[0].dim() < 2:
-        raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
+        raise Unreadable("an MoE block must be called with one tensor [..., tokens, features]")
     (x,) = tensors
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
     parameters = dict(module.named_parameters())
@@ -306,7 +306,7 @@ def _activation(module: nn.Module) -> str:
         if gate is not None and gate.__name__ != "_default_apply_gate":
             raise TypeError(f"register_experts: {kind.__name__} has another gate than act(g) * u")
         if more := {name for name, p in module._parameters.items() if p is not None} - PARAMETERS:
-            raise TypeError(f"register_experts: {kind.__name__} has a {min(more)}, which moe_mlp has not")
+            raise TypeError(f"register_experts: {kind.__name__} has a {min(more)}, which moe_mlp does not support")
         name = activation_of("register_experts", module.act_fn)
         module.__dict__["_ckptkern_activation"] = module.act_fn, name
     return name

@@ -43,7 +43,7 @@ def why_unreadable(module: nn.Module) -> str:
     for name, parameter in module.named_parameters():
         if is_quantised(parameter):
             if parameter.requires_grad:
-                return f"{name} is a {type(parameter).__name__} that is trained, of which no op forms a gradient"
+                return f"{name} is a {type(parameter).__name__} that is trained, and no op computes its gradient"
             if reason := why_not(parameter):
                 return f"{name} is a {type(parameter).__name__}. {reason}"
         elif kind := own_dispatch((parameter,)):

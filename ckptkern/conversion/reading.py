@@ -259,7 +259,7 @@ class Steps:
             dropouts: list[Probability] = []
             pair, reader, node = [linear.weight, *pair], node, linear.input
         if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
-            raise Unreadable("low-rank updates that share one dropout's mask")
+            raise Unreadable("low-rank updates share one dropout's mask")
         node = self.strip(node, dropouts)
         return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
 
@@ -280,7 +280,7 @@ class Steps:
         if not node.is_function("mul", "div", of=1):
             return None
         if len(node.numbers) != 1:
-            raise self.refuse("no number scales", node)
+            raise self.refuse("the factor is not one number:", node)
         (number,) = node.numbers
         return 1 / number if node.is_function("div") else float(number)
 
@@ -297,7 +297,7 @@ class Steps:
         """
         live = [p for p in dropouts if p.value] or dropouts[:1]
         if len(live) > 1:
-            raise Unreadable("two dropouts in a row")
+            raise Unreadable("it has two dropouts in a row")
         return live[0] if live else 0.0
 
     def norm_arguments(self, node: Node, name: str = "norm") -> dict[str, Any]:
@@ -432,7 +432,7 @@ class Update(NamedTuple):
     def rows(self, part: int, count: int) -> Update:
         """Returns the update of one of `count` equal parts of the layer's rows."""
         if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
-            raise Unreadable("a low-rank update with dropout of a weight that is split")
+            raise Unreadable("a split weight has a low-rank update with dropout")
         return self._replace(b=self.b.rows(part, count), dropout_p=0.0)  # the guard sees it if that changes
 
 

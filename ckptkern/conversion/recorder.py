@@ -400,7 +400,7 @@ def check_tensors(op: str, model: nn.Module, call: Call) -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
-            "torch.no_grad() is no problem"
+            "torch.no_grad() is allowed"
         )
     tensors = [*model.parameters(), *tensors_in(call)]
     if any(is_lazy(tensor) for tensor in tensors):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from .. import memory
 
 WAY = (
-    "what convert cannot read or cut, a forward can: ckptkern.checkpointed(part)(x) recomputes a part of it, and "
-    "ckptkern.checkpoint_sequential(layers, 2, x) a list of layers; ckptkern.plan chooses by a budget"
+    "a forward can recompute what convert cannot read: a part by ckptkern.checkpointed(part)(x), a list of layers by "
+    "ckptkern.checkpoint_sequential(layers, 2, x); ckptkern.plan chooses by a budget"
 )
 NOTHING = "no module of it is a fused op, and checkpoints of its modules do not lower the peak"
 RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run

@@ -43,8 +43,8 @@ def check_names(model: nn.Module, include, exclude) -> None:
             if not names:
                 close = difflib.get_close_matches(pattern, modules, 1, 0.0)
                 raise ValueError(
-                    f"convert: {option}={pattern!r} is the name of no module of {type(model).__name__}{where}"
-                    + (f"; the most like it is {close[0]!r}" if close and close[0] else "")
+                    f"convert: {option}={pattern!r} matches no module of {type(model).__name__}{where}"
+                    + (f"; the closest name is {close[0]!r}" if close and close[0] else "")
                 )
             if option == "include" and all(isinstance(modules[name], LISTS) for name in names):
                 raise ValueError(

@@ -22,8 +22,8 @@ from .tokens import SCALES, Formula, formula_after, is_loss, loss, statistic
 from .trace import is_in_place
 
 IN_PLACE = (
-    "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
-    "exclude= for this layer"
+    "ckptkern.convert: a compiled model changes its logits in place, which needs their values. Convert with exclude= for "
+    "this layer"
 )
 _library = torch.library.Library("ckptkern", "FRAGMENT")
 _library.define("version_of(Tensor x) -> Tensor")

@@ -382,4 +382,4 @@ def test_fake_quantisation_that_is_enabled_later():
 def test_a_quantised_weight_that_is_trained_is_none():
     linear = of_torchao(nn.Linear(DIM, DIM, bias=False))
     linear.weight.requires_grad_()
-    assert "is a Int8Tensor that is trained, of which no op forms a gradient" in quantized.why_unreadable(linear)
+    assert "is a Int8Tensor that is trained, and no op computes its gradient" in quantized.why_unreadable(linear)
