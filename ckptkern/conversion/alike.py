@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
         """Returns whether x and y are equal, except that numbers, also in paths, may differ as these layer indices do."""
         if x is y:
             return True
-        if type(x) is not type(y) or callable(x):  # two functions may hold nothing and do another thing each
+        if type(x) is not type(y) or callable(x):  # functions without attributes may still differ
             return False
         if isinstance(x, (list, tuple)):
             return len(x) == len(y) and all(map(self.same, x, y))

@@ -18,11 +18,8 @@ from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
 from .reading import SCALING, Argument, Probability, Scale, Update, Weight
 
-# -- arguments of the fused op, from the live module and the live call
-
-
-# Each of these gets one argument's value in each call. They are objects or partial functions, not closures, so that deepcopy
-# and pickle take them; `parameters` is a module's own dict, which both bring along as the same object.
+# Each of these returns one argument's value in a call. They are objects or partial functions, not closures, so that deepcopy
+# and pickle work; `parameters` is the module's own dict, and a copy refers to the dict of the copied module.
 
 
 @dataclass
@@ -31,7 +28,7 @@ class Parameter:
     name: str
     taken: Weight
     owner: nn.Module
-    frozen: Frozen | None = None  # stands in an op for one that is quantised
+    frozen: Frozen | None = None  # replaces a quantised parameter in an op
 
     def __call__(self, call: Inputs) -> Tensor:
         value, (_, form, part, count) = self.parameters[self.name], self.taken
@@ -100,7 +97,7 @@ class Arguments:
         return arguments if self.kind is dict else self.kind(arguments.values())
 
 
-SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left out for now, as in disable_adapter()?
+SWITCH = "_disable_adapters"  # of peft's layers: true while the low-rank update is left out, as in disable_adapter()
 
 
 def switch_of(module: nn.Module, update: Update) -> str | None:
@@ -167,7 +164,7 @@ def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Argume
     return Arguments(values, live, kind, switches)
 
 
-# Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.
+# Rotary tables in the op's form, by the original tensor, which the layers of one forward share.
 _TABLES = WeakTensorKeyDictionary()
 
 

@@ -27,7 +27,7 @@ from .reading import (
 )
 from .trace import Node, Unreadable, leaves_of
 
-# What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
+# Functions of rotary embeddings. Any other, such as a clamp, may have no effect on the numbers of a check.
 ROTATING = (
     "add",
     "mul",
@@ -49,8 +49,8 @@ class Projection:
 
     linears: tuple[Node, ...] = ()
     norms: tuple[Node, ...] = ()
-    outside: tuple[Node, ...] = ()  # arguments and other tensors that meet it: rotary tables
-    from_first_row: bool = True  # are these used, in views of them?
+    outside: tuple[Node, ...] = ()  # arguments and other tensors on the way: rotary tables
+    from_first_row: bool = True  # views of these begin at their first row
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
     unit: bool = False  # rows have length 1: torch's normalize
@@ -98,7 +98,7 @@ def read_attention(steps: Steps, node: Node) -> Reading:
     return Reading(arguments, x, [*choices, rotary])
 
 
-# -- what is before it
+# -- projections and what follows them
 
 
 def projection(steps: Steps, node: Node, result: Projection, apart: bool = False) -> Projection:
@@ -174,7 +174,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
             raise Unreadable("an output gate and q's projection read different tensors")
         gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
-        # a matmul of [B H, S, D] does not tell the number of heads
+        # a matmul of [B H, S, D] does not show the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
@@ -312,7 +312,7 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
         else:
             alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (addend, node))  # it may be expanded
             pairs.append((alike, _mask(steps, addend, sliced)))
-    if len(pairs) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
+    if len(pairs) > 2:  # computed masks are added up: those that are equal in all heads, and the others
         if any(isinstance(mask, Argument) for _, mask in pairs):
             raise Unreadable(f"{len(pairs)} masks are added")
         sums: dict[bool, Node] = {}

@@ -52,10 +52,10 @@ from .report import AGAIN, RAN, Row, warn_of, warn_once
 from .sharding import set_class
 from .trace import Call, leaves_of, mapped, recomputed, tensors_in
 
-ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
+ORIGINAL_CLASS = "_ckptkern_class"  # attribute with the class of a module before its drop-in replacement
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
-# What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
+# Attributes of a placeholder that need no values: data parallelism reads them of all outputs, to hook those with a gradient.
 ANSWERED = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
 )
@@ -141,7 +141,7 @@ TOKEN_WISE = ("mlp_block", "linear_stack", "linear_act")
 UNSEEN = object()
 LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
 FILLED = "its cache of keys and values is not empty. Pass use_cache=False in training"
-REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
+REMEMBERED = 64  # patterns stored for a module; numbers among its arguments may differ in each call
 
 
 def mode_of(op: str, activation: str | None, mode: str) -> str:
@@ -171,7 +171,7 @@ class Segment:
         self.biases = [first.index for first, *_ in masks if isinstance(first, Argument)]
         self.excludes = any(values_of(template, "mask_is_exclusion"))
         indices |= {i for _, *second in masks for i in conditions(second)}
-        self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op forms no gradient of these
+        self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op computes no gradient of these
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
     def op_arguments(self, flat: list[Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Segment:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
                 results.append(flat[leaf.index])
-            elif leaf is Unread and original is not None:  # for which nothing stands without a forward
+            elif leaf is Unread and original is not None:  # without a forward there is no placeholder
                 results.append(Unread(original, i, y))
             else:
                 results.append(y if i == at else None)
@@ -228,12 +228,12 @@ class Forward:
     forward, without those under torch.compile. name: its row's.
     """
 
-    differs = False  # did the last call run otherwise than the row says?
+    differs = False  # the last call did not run as the row says
     is_token_wise = False
     is_region = True  # it bounds its own memory: a layer around it that runs in parts calls it as a whole
     workspace: int | str | None = None
     store: Store | None = None
-    group: tuple[Any, int] | None = None  # (a Group, its place there)
+    group: tuple[Any, int] | None = None  # (a Group, its place in it)
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
@@ -321,7 +321,7 @@ class Forward:
         self.count("checkpointed", why)
         run = self.recomputed(args, kwargs)
         hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
-        if any(hooks):  # it recomputes with those that are now inside
+        if any(hooks):  # the recompute runs with the present hooks
             run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
         return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
@@ -390,7 +390,7 @@ class Fused(Forward):
             return segment(flat, self.recompute, self.workspace)
         try:
             y = segment(flat, self.recompute, self.workspace, functools.partial(self.original, *args, **kwargs))
-        except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
+        except (ShapeError, DtypeError) as refusal:  # the module treats these arguments in another way, or refuses them
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)
         except DeviceError as refusal:
@@ -405,7 +405,7 @@ class Fused(Forward):
     @property
     def is_token_wise(self) -> bool:
         segments = [segment for segment in self.segments.values() if segment is not None]
-        # a mask that a slice samples, its recompute would sample anew
+        # a recompute of a slice would sample another dropout mask
         return all(
             segment.op in TOKEN_WISE and not any(templates(segment.template, Probability)) for segment in segments
         )
@@ -414,7 +414,7 @@ class Fused(Forward):
         flat: list[Any] = []
         pattern_of(self.form.counting((args, kwargs)), flat)
         segment = next(filter(None, self.segments.values()))
-        if segment.op in ("moe_block", "moe_mlp"):  # which look at the router's choice
+        if segment.op in ("moe_block", "moe_mlp"):  # which read the router's choice
             return segment.returned(torch.empty_like(flat[segment.x]), flat)
         return segment(flat, "none", None)
 
@@ -464,7 +464,7 @@ class General(Forward):
     decisions, which are saved (`saved_decisions`)."""
 
     parts: Parts | None = None
-    how = ""  # it runs, if in parts
+    how = ""  # the forward runs, if in parts
     watches: list[Watch]
 
     def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
@@ -567,10 +567,10 @@ class Group:
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        # the place after the last layer's, the region
+        # (the place after the last layer's, the region)
         self.open: tuple[int, Callable[[], Span | None]] = 0, lambda: None
-        self.joined: set[int] = set()  # places of the layers that ever did
-        self.apart: set[int] = set()  # of those that once did not, though there was a region to join
+        self.joined: set[int] = set()  # places of layers that have joined a region
+        self.apart: set[int] = set()  # places of layers that once did not join an open region
 
     def __reduce__(self) -> tuple:
         return Group, (self.names,)
@@ -609,7 +609,7 @@ class Group:
         else:
             if span is not None:
                 self.apart.add(place)
-            if place + 1 == len(self.names) or place + 1 in self.apart - self.joined:  # none is known to join it
+            if place + 1 == len(self.names) or place + 1 in self.apart - self.joined:  # no layer is known to join it
                 return forward.run(*args, **kwargs)
             span = Span(module, run, args, kwargs)
             result = span.first(args, kwargs)

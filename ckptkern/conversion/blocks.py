@@ -66,9 +66,9 @@ def general(module: nn.Module, recompute: str, call: Call) -> General:
     """Returns an activation checkpoint of the module. It saves the forward's decisions if there are any, or if that cannot
     be tested."""
     checkpoint = General(module, recompute)
-    if not holds_sharded(module):  # a forward that no backward follows would leave their state open
-        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # it may empty a list that it is given
-        # whatever a forward makes of its call in training
+    if not holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
+        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # forward may empty a list that it gets
+        # a forward may raise anything in training
         with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
             checkpoint = General(module, recompute, decides(module.forward, *args, **kwargs))
@@ -138,7 +138,7 @@ class Around:
         """Leaves the layer whole if it cannot be cut, or if its results in slices differ by more than rounding."""
         parts, error = forward.parts, math.inf
         parts.slices = SLICES
-        with contextlib.suppress(Exception):  # what a forward makes of it; it then runs as it is
+        with contextlib.suppress(Exception):  # a forward may raise anything in slices; it then runs as a whole
             error = difference(self.step(forward)[0], theirs)
         parts.slices = 0
         how = next(filter(None, parts.plans.values()), None)
@@ -173,7 +173,7 @@ def named_errors() -> Iterator[None]:
 
 def around(module: nn.Module, calls: list[Call]) -> Around | None:
     """Returns the Around of a layer; None if it was not called, or if its call cannot be measured."""
-    with contextlib.suppress(Exception):  # whatever a forward makes of a call in training, without its cache
+    with contextlib.suppress(Exception):  # a forward may raise anything in training without its cache
         return Around(module, calls[0])
     return None
 
@@ -182,24 +182,24 @@ def error_of(forward: General, calls: list[Call]) -> float | None:
     """Returns the largest relative error of a checkpoint, which need not save less; None if the layer itself cannot be
     tested. Raises Unreadable if the checkpoint is wrong."""
     layer = None if holds_sharded(forward.module) else around(forward.module, calls)
-    parts, forward.parts = forward.parts, None  # nothing runs in parts that was not checked
+    parts, forward.parts = forward.parts, None  # only what was checked runs in parts
     if layer is None:
         return None
     try:
         wanted = layer.step(forward.module.forward)
     except Unreadable:
         raise
-    except Exception:  # whatever a forward makes of random parameters
+    except Exception:  # a forward may raise anything on random parameters
         return None
     forward.parts = parts
     with named_errors():
         return layer.check(forward, wanted)
 
 
-SLICES = 3  # of each part, in a check
-GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it takes
-LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
-BOUNDS = 64  # that are tried
+SLICES = 3  # slices of each part, in a check
+GAIN = 1.5  # a checkpoint saves at least this many times the bytes of its inputs
+LOWER = 0.95  # checkpoints that nobody asked for must lower the peak to this share
+BOUNDS = 64  # number of bounds that are tried
 
 
 @dataclass(eq=False)
@@ -284,7 +284,7 @@ class Cut:
         self.start, self.stop, self.takes = calls[0].start, calls[-1].stop, calls[0].takes
         self.inside = record.between(self.start, self.stop)
         self.size = sum(self.inside.values())
-        # a recompute would read what was written into what it takes
+        # a recompute would read later writes to its inputs
         self.is_read_only = all(record.written.get(key, 0) <= calls[0].at for key in self.takes)
 
     @property
@@ -393,7 +393,7 @@ class Cuts:
         also if they do not lower the peak."""
         own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.fixed for inner in m.modules())]
         lists = filter(self.is_list, self.record.called)
-        # of runs from the first layer on, of each list
+        # sizes of runs from the first layer on, in each list
         runs = {sum(self.record.between(outer.start, inner.stop).values()) for outer in lists for inner in outer.inner}
         sizes = sorted({cut.size for cuts in own for cut in cuts} | runs)
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]

@@ -68,7 +68,7 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
     if unknown and rest is not None:
         hint = rest.annotation
         if isinstance(hint, str):  # postponed annotations
-            with contextlib.suppress(Exception):  # of a name that only type checkers import
+            with contextlib.suppress(Exception):  # a name that only type checkers import raises
                 hint = typing.get_type_hints(type(model).forward, include_extras=True)[rest.name]
         names |= {name for kind in typing.get_args(hint) for name in getattr(kind, "__annotations__", ())}
         for module in model.modules():
@@ -122,7 +122,7 @@ def log_of(module: nn.Module, call: Call) -> list[tuple] | None:
         module.train()
         try:
             return trace(module, call).log
-        except Exception:  # whatever a forward makes of it
+        except Exception:  # a forward may raise anything on it
             return None
 
 
@@ -169,9 +169,9 @@ class Form:
         self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
         self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
         self.reads: dict[str, Any] = {}  # `Reads` of its modules' attributes, of forward in the calls that were checked
-        self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
+        self.fixed: dict[str, Any] = {}  # values in place of arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
-        self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
+        self.harmless: set[tuple[str, Any]] = set()  # values of other names that have no effect
         self.example = mapped(lambda tensor: Like(tensor.shape, tensor.dtype), calls[0])
 
     def complete(self, call: Call) -> Call:

@@ -17,7 +17,7 @@ from .protection import seeded
 from .quantized import is_quantised, multiplies_dequantised, packed_in, setting
 from .trace import Unreadable
 
-ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
+ROUNDING = 1e-3  # sums over many tokens in float32 may differ so much, and are compared in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 
@@ -74,7 +74,7 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 
     packed = packed_in(module)
     stood_for = {id(parametrization.original): Frozen(parametrization) for parametrization in packed}
-    # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
+    # these subclasses of nn.Linear compute as nn.Linear, because their own forward takes no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
     with (
         replacing(module, random_like, wide),
@@ -159,9 +159,9 @@ class Check:
         values) of each. pick(ours, theirs): the parts of both to compare."""
         for where, flat in calls:
             try:
-                with seeded():  # of what something computed samples
+                with seeded():  # for computed tensors that sample
                     (theirs,) = results(self.original, flat, None)
-            except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
+            except Exception:  # the module refuses the size, or arguments were enlarged wrongly
                 continue
             try:
                 with seeded():

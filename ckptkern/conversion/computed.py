@@ -23,7 +23,7 @@ from .reading import Argument, Reading, Weight
 from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed, tensors_in
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
-LARGEST = 64  # calls. What is computed for each sample takes fewer
+LARGEST = 64  # calls; a vector for each sample takes fewer
 
 
 class Result(NamedTuple):
@@ -48,7 +48,7 @@ class FromInput(NamedTuple):
         return x.shape[0] * self.value // self.samples
 
 
-Followed = dict[tuple[int, int], FromInput | None]  # by (call, argument); None: it changes in another way
+Followed = dict[tuple[int, int], FromInput | None]  # by (call, argument); None: a value that changes in another way
 
 
 class Step(NamedTuple):
@@ -115,12 +115,12 @@ class Resolver:
     def __init__(self, module: nn.Module, x: int, followed: Followed | None):
         self.module, self.x, self.followed = module, x, followed
         self.steps: dict[int, Step] = {}
-        self.free: dict[Node, bool] = {}  # of the input
+        self.free: dict[Node, bool] = {}  # whether a node is free of the input
 
     def is_free(self, node: Node) -> bool:
         """Returns whether the node is computed without the input, as far as the trace shows."""
         if node not in self.free:
-            # a function that is not known has changed memory that the node shares
+            # an unknown function has changed memory that the node shares
             is_known = node.kind != "function" or node.function is not None
             is_input = node.kind == "argument" and node.source == self.x
             self.free[node] = is_known and not is_input and all(map(self.is_free, node.inputs))

@@ -52,7 +52,7 @@ OTHERWISE = ("leave", "checkpoint")
 NO_REGIONS = (
     "forms no group of layers, because no layer takes the unchanged result of the layer before it. Leave it out"
 )
-PATTERNS = 4  # kinds of arguments that are checked of one module
+PATTERNS = 4  # argument patterns of one module that are checked
 
 
 # -- the probe
@@ -94,7 +94,7 @@ def captured(model: nn.Module, call: Call) -> Probe:
     """Captures a call, with padding masks in their original form where the model's layers accept that."""
     with not_repacked(model):
         if masks.adopt(model):
-            with contextlib.suppress(Exception):  # a model that does not take them
+            with contextlib.suppress(Exception):  # a model that refuses these masks
                 return capture(model, call)
             masks.give_back(model)
         return capture(model, call)
@@ -138,9 +138,9 @@ class _Conversion:
 
     def __post_init__(self) -> None:
         self.attention, self.mlp = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,) * 2
-        # may layers become some?
+        # layers may become checkpoints
         self.checkpoints = self.otherwise != "leave" and "none" not in (self.attention, self.mlp)
-        self.within = False  # a layer that an activation checkpoint may stand around
+        self.within = False  # inside a layer that may become an activation checkpoint
         self.rows: list[Row] = []
         self.seen: set[int] = set()
         self.checked: list[Checked] = []  # modules that others may be like
@@ -177,7 +177,7 @@ class _Conversion:
             self.surround(module, layer, outcome.rows, self.rows[start:])
             is_unknown = may_be and not outcome.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
-                self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
+                self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of the rows of modules inside
 
     def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
         """Puts an activation checkpoint around the layer, if all ranks agree."""
@@ -190,10 +190,10 @@ class _Conversion:
         if self.shards.agree(checkpoint is not None) and checkpoint is not None:
             row = rows[-1]
             row.replaced_by, row.saved_before, (row.saved_after, row.error) = "checkpoint", layer.before, measured
-            for part in inner:  # whose bytes are the layer's
+            for part in inner:  # their bytes are counted in the layer's row
                 part.saved_before = part.saved_after = None
             self.set(row, module, checkpoint)
-            # what is not fused inside is a part of the checkpoint, and no row of its own
+            # a part inside that is not fused belongs to the checkpoint, and has no row
             parts = {id(row) for row in inner if row.replaced_by is None}
             self.rows = [row for row in self.rows if id(row) not in parts]
 
@@ -291,7 +291,7 @@ class _Conversion:
             return
         before = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
         fused = {m for m in model.modules() if blocks.is_converted(m)}.difference(before)
-        # checkpoints that may become parts of larger ones, or of convolutions also several smaller ones
+        # checkpoints that may become part of larger ones; those of convolutions may also be divided
         fixed = {m for m in before if not (blocks.has_convolutions(m) and fused.isdisjoint(m.modules()))}
         changed: set[nn.Module] = set()
         for forward in before.values():
@@ -450,8 +450,8 @@ def convert(
             groups = group_layers(model, rows, every) if every > 1 else []
             after, peak_after = step_of_all(model, call, there) if before is not None else (None, None)
             for row in rows:
-                row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
-            WARNED.clear()  # of what a model did that was converted before
+                row.calls.update(dict.fromkeys(row.calls, 0))  # count training only, not convert's own calls
+            WARNED.clear()  # warnings about a model that was converted before
             if not (any(call) or rows):
                 warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
             regions = [names for group in groups for names in group.regions(ran=after is not None)]

@@ -102,7 +102,7 @@ def attempt(
             reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(templates([reading.arguments, reading.choices], Computed)):
                 resolve(module, reading, followed(form, reading, traced, call))
-            with contextlib.suppress(Exception):  # a dtype that this forward does not take
+            with contextlib.suppress(Exception):  # forward may refuse the dtype
                 apart = apart and trace(module, call, flat, torch.bfloat16).apart
         module.eval()
         if like is None:
@@ -112,7 +112,7 @@ def attempt(
         except Unreadable:
             if not (blocks or reading.op == "moe_block"):
                 raise
-            # two scores of a random token may be one up to rounding: then other tokens decide
+            # two scores of a random token may be equal up to rounding: then other tokens decide
             segment, error = check_numerics(form, reading, call, like is None)
         if like is None:
             form.reads = all_reads(form.reads, reads_of(module, call))
@@ -127,7 +127,7 @@ def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followe
     inputs = {reading.x, *(argument.index for argument in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
         values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
-        # sizes, or a dtype, that the module does not take, or another trace
+        # the module may refuse the sizes or the dtype, or have another trace
         with contextlib.suppress(Exception), in_float64(form.module):
             calls = trace(form.module, form.call_of(values, call), values).calls
             return following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
@@ -262,7 +262,7 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
                 error = difference(results(check.ours, flat, trained, parameters), theirs)
                 # in float32 sums over many tokens, such as a key bias has, differ by more
                 if TOLERANCE < error < ROUNDING:
-                    with contextlib.suppress(Exception), in_float64(module):  # a forward may take none
+                    with contextlib.suppress(Exception), in_float64(module):  # a forward may refuse float64
                         wider = [value.double() if is_floating(value) else value for value in flat]
                         own = [p for p in module.parameters() if p.requires_grad]
                         error = min(error, check.error(wider, trained, own))
@@ -339,7 +339,7 @@ def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = No
     segment, error, log = attempt(form, call, like)
     segment.caches = caches
     if any(p.dtype.itemsize < 4 for p in module.parameters()):
-        # in 16 bits, too, both must agree as far as rounding lets them: a forward may do another thing there
+        # in 16 bits, too, both must agree up to rounding: a forward may compute something else there
         check = RegionCheck(form, segment.reading, call, randomizes=False)
         for size in (1, 16):  # also where such a forward would clamp
             x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
@@ -404,7 +404,7 @@ def fuse(
     for call in calls:
         try:
             add(call)
-        except Exception as error:  # likewise: it is the module's reason
+        except Exception as error:  # a forward may raise anything: it is the module's reason
             reason = reason_of(error)
     if not attempts:
         adapter = why_unread(module)

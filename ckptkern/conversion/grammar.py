@@ -28,7 +28,7 @@ from .reading import (
 )
 from .trace import Node, Unreadable
 
-# of the MoE blocks in a module: as it was checked, or why it is no moe_block
+# by path: an MoE block as it was checked, or why it is not a moe_block
 Blocks = Mapping[str, Reading | Unreadable]
 
 
@@ -67,7 +67,7 @@ class Grammar(Steps):
             activation, gate_node = match
             gate_layer = self.linear(gate_node, "the activation's input")
             pairs = [(gate_layer, up)]
-            if gate_node is up_node:  # one weight for both, in one order or the other
+            if gate_node is up_node:  # both are parts of one weight, in either order
                 pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
             elif gate_layer.input is not up.input:
                 continue
