@@ -24,15 +24,15 @@ from .quantized import REPACKS, is_quantised
 from .report import AGAIN, warn_of
 from .trace import PLAIN_VALUES, Call
 
-# Attributes of an object that were read, by name, with those that were read of their values. None: all, whatever they are.
+# The attributes of an object that were read, by name, with the Reads of their values. None: any attribute.
 Reads = dict[str, Any]
 
-OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes, which do not tell modules apart
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes of every module, which are not compared
 CONTAINERS = (list, dict, set, tuple)
 # Compared by ==.
 VALUES = (*PLAIN_VALUES, bytes, complex, slice, range, torch.dtype, torch.device, torch.Size, enum.Enum)
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType)
-UNREAD = (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)  # what has no attributes that are noted as those of an object
+UNREAD = (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)  # values whose attributes are not noted
 
 
 class _Recorder:
@@ -42,7 +42,7 @@ class _Recorder:
     def __init__(self, module: nn.Module):
         self.of: dict[int, tuple[object, dict[str, Any]]] = {id(m): (m, {}) for m in module.modules()}
         self.whole: set[int] = set()  # ids of objects whose __dict__ was read, or whose reads cannot be seen
-        self.classes: dict[type, Callable | None] = {}  # with the __getattribute__ of their own, if they have one
+        self.classes: dict[type, Callable | None] = {}  # with their own __getattribute__, if any
         for m in list(module.modules()):
             self.observe(m)
 
@@ -117,8 +117,8 @@ def all_reads(reads: Reads | None, other: Reads | None) -> Any:
     return {name: all_reads(reads.get(name, {}), other.get(name, {})) for name in {**reads, **other}}
 
 
-# They change no result: `not_repacked` switches the first off while a module is read, and transformers asks for the other
-# whether it makes a checkpoint of what is one already.
+# Attributes that change no result: `not_repacked` switches the first off while a module is read, and by the other
+# transformers decides whether to checkpoint what is a checkpoint already.
 HARMLESS = (REPACKS, "gradient_checkpointing")
 
 
@@ -218,8 +218,10 @@ class Watch:
             for path, m in module.named_modules()
             for item in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
         ]
-        self.held = list({id(item.owner): item for item in held}.values())  # a configuration that several share, once
-        self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of parts that are converted
+        self.held = list({id(item.owner): item for item in held}.values())  # a shared configuration counts once
+        self.forwards = {
+            m: vars(m).get("forward") for m in list(module.modules())[1:]
+        }  # the forwards of converted parts
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Callable[[bool], bool] | None = None
@@ -235,7 +237,7 @@ class Watch:
         hooks = [
             d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        collecting = {id(m._forward_hooks) for m in self.routers}  # of routers, which a call gives the logits
+        collecting = {id(m._forward_hooks) for m in self.routers}  # the hooks of routers, which get the logits
         children = [m._modules.values() for m, _, children in self.structure if children]
         below, classes = ([child[i] for *_, held in self.structure for child in held.values()] for i in (0, 1))
         valued = [(vars(held.owner), held.values) for held in self.held if held.values]

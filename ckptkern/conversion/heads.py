@@ -64,14 +64,16 @@ class Ran(TorchFunctionMode):
         super().__init__()
         self.modules: set[nn.Module] = set()
         self.taken: set[int] = set()  # tensors by id
-        self.weights: set[int] = set()  # of these those of every F.linear
+        self.weights: set[int] = set()  # weights of every F.linear, by id
         self.classes: set[int] = set()
-        self.counts = False  # does any of the losses' targets?
-        self.of_module = False  # does nn.CrossEntropyLoss call one? Dynamo takes that for a function of tensors
+        self.counts = False  # some target of a loss is not ignored
+        self.of_module = False  # nn.CrossEntropyLoss calls one, which Dynamo treats as a function of tensors
 
     def note(self, module: nn.Module, args: tuple) -> None:
         is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
-        self.modules.update(module.modules() if is_compiled else (module,))  # whose inner calls are not seen
+        self.modules.update(
+            module.modules() if is_compiled else (module,)
+        )  # inner calls of compiled modules are not seen
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,7 +154,7 @@ class Head(Forward):
     arguments: Callable | None = None
     watch: Watch | None = None
     log: list[tuple[Step, bool]] | None = None  # during the example's call
-    only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
+    only_loss = False  # only F.cross_entropy took the logits in the example's call
 
     def __init__(self, module: nn.Module, recompute: str, template: dict[str, Any] | None = None):
         super().__init__(module, recompute)
@@ -278,7 +280,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
         row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
-    except Exception:  # what convert need not replace stays as it is
+    except Exception:  # a norm that cannot be replaced stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
 
@@ -332,20 +334,20 @@ class Heads:
         """Reads the heads. ran: what such a call ran; before: the scalars that it returned."""
         self.model, self.ran, self.before = model, ran, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-        # those with a low-rank update, and what they are read as
+        # layers with a low-rank update, with their templates
         with switched(model):
             self.adapted = {m: template for m in model.modules() if (template := adapted(m, ran.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
         candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
         self.logs: dict[nn.Module, list[tuple[Step, bool]]] = {m: [] for m in candidates}
-        # inputs of the norms whose results such heads read that become one op with their loss
+        # norms whose results are read by heads that become one op with their loss, with their inputs
         self.norms: dict[nn.Module, Tensor] = {}
         self.refused = "" if ran.counts else NO_LABELS
         if candidates and not self.refused:
             try:
                 self.logs = self.logged(candidates, call)
-            except Exception as error:  # someone's forward may do with logits what only values bear
+            except Exception as error:  # a forward may do with logits what needs values
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
 
@@ -359,7 +361,7 @@ class Heads:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
                 norms.append((module, upcast(module)(args[0]), y.detach()))
 
-        with seeded(), unmoved(self.model), torch.no_grad():  # which takes hooks and forwards back, too
+        with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards
             for m in filter(may_be_norm, list(self.model.modules())):
                 m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
@@ -422,7 +424,7 @@ class Heads:
         return row, forward
 
 
-# Of trl.kernels.ChunkedLogProbFunction.forward in TRL 1.16: its arguments, and what it returns after the log-probabilities.
+# trl.kernels.ChunkedLogProbFunction.forward of TRL 1.16: its arguments, and its outputs after the log-probabilities.
 ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",

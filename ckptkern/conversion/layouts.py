@@ -104,11 +104,11 @@ def why_unread(module: nn.Module) -> str | None:
     """Returns which adapter inside is not a low-rank update that a fused op supports; None if there is none."""
     for path, inner in module.named_modules():
         others = {name: m for name, m in inner.named_children() if not is_experts(m)}
-        if len(others) < len(inner._modules):  # what chooses or weights experts is no part of them
+        if len(others) < len(inner._modules):  # routers and gates are not parts of experts
             for name, m in others.items():
                 if "base_layer" in m._modules:
                     return f"an adapter of an MoE's router or gate ({'.'.join(filter(None, (path, name)))})"
-        if "base_layer" not in inner._modules:  # no adapter around a layer, as peft's are
+        if "base_layer" not in inner._modules:  # not an adapter around a layer, as peft's are
             continue
         if not hasattr(inner, "lora_A"):
             return f"an adapter {type(inner).__module__}.{type(inner).__name__} ({path})"

@@ -45,7 +45,7 @@ from .tokens import (
 )
 from .trace import is_in_place, leaves_of, mapped
 
-# What Logits answer without values: every attribute of a tensor that does not show them.
+# Attributes and methods that Logits answer without values, because these do not show them.
 SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
 METHODS = (
     "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
@@ -64,9 +64,9 @@ DESCRIBING = frozenset(
         torch.numel,
     )
 )
-# Views answer these without values. A copy does not: the placeholder follows its tokens, not how torch lays it out.
+# Views answer these without values. A copy does not: its placeholder follows tokens, not torch's memory layout.
 PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))
-# After these someone may change or hook the values; and so after any function whose result shares their memory.
+# After these, and after any function whose result shares the values' memory, other code may change or hook the values.
 SHOWING = frozenset(
     (
         "__array__",
@@ -150,7 +150,7 @@ class Matmul:
     def __init__(self, x: Tensor, head: LMHead, log: list[tuple[Step, bool]] | None = None, lora: LoRA | None = None):
         self.x, self.head, self.log = cast_input("convert", x, head.weight), head, log
         if lora is not None:
-            # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
+            # the loss of all tokens and the values have one mask; a loss of some tokens uses their part of it
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.precision = state.Precision()
@@ -298,7 +298,7 @@ class Logits(Tensor):
     step: Step | None = None
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     computed: list[Tensor]  # its values, if there are any; shared with its node
-    known: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
+    known: Tensor | None = None  # of detached logits: values without a graph, once read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     def values(self) -> Tensor:
@@ -375,7 +375,7 @@ class Logits(Tensor):
             matmul.log.append((step, False))
         if torch.is_grad_enabled() or step.changes_logits:
             matmul.say(step)
-        if step.changes_logits:  # copies that are still to be made are those of before
+        if step.changes_logits:  # pending copies must have the values of before
             matmul.show()
         result = step.of(Logits.values)
         if any(share(leaf, values) for leaf in leaves_of(result) for z in logits for values in z.computed):
@@ -418,7 +418,7 @@ class Logits(Tensor):
 
     def followed(self, step: Step) -> Logits | None:
         """Returns the logits after a step of views, of each element, or over the classes; None for other steps."""
-        # in the example's call a head is to see what is no loss: of the functions over the classes there log_softmax alone
+        # in the example's call the log must show reads other than a loss: only log_softmax is followed over the classes
         if (self.matmul.log is not None and step.name in ("detach", "exp", "softmax")) or asks_for_copy(step, self):
             return None
         formula, tokens = self.formula, self.tokens.after(step) if step.name in VIEWS | COPIES else None

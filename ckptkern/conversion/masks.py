@@ -25,7 +25,7 @@ from ..segments.recorded import is_traced, traced_call
 
 NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
 ATTRIBUTE = "_attn_implementation_internal"  # of a configuration, which names the implementation
-OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which rows there are
+OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # arguments that say which rows there are
 
 
 def causal_attention(
@@ -89,10 +89,10 @@ def attention_forward(
                 f"weights; call model.set_attn_implementation({WITH_SINKS!r})"
             )
         causal = ours or (attention_mask is None and causal and S > 1)
-        if not ours:  # a mask that says all, or none
+        if not ours:  # the mask alone decides, or there is none
             padding, window = attention_mask, None
     elif ours and (unusual or in_context_parallel()):
-        # the mask [B or 1, 1, S, S] that says the same
+        # an equal mask [B or 1, 1, S, S]
         rows = torch.arange(S, device=query.device)
         behind = rows[:, None] - rows
         seen = (behind >= 0) & (behind < (window or S))
@@ -176,7 +176,7 @@ def _takes_padding(model: nn.Module) -> bool:
     kind, source = type(model), _source(model)
     if not (getattr(kind, "_supports_flash_attn", False) and getattr(kind, "_supports_attention_backend", False)):
         return False
-    # a row that sees nothing gives zeros here; with "eager" only beside a sink
+    # a row that sees nothing gives zeros here, but with "eager" only if there is a sink
     if _replaced(model) == WITH_SINKS and any(m.sinks is None for m in model.modules() if hasattr(m, "sinks")):
         return False
     name = REPLACED if _replaced(model) == REPLACED else f"['\"]{WITH_SINKS}"  # not eager_attention_forward

@@ -35,10 +35,10 @@ from .quantized import frozen_of, read_packed
 from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
 from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
-ROWS = 1024  # of random inputs, on which readings of a choice differ
-FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
+ROWS = 1024  # number of random inputs, on which wrong readings of a choice differ
+FEW = 0.002  # share of rows whose choice may differ, because two scores are equal after rounding
 BIAS_SIZES = (0.0, 0.02, 0.2)  # sizes of random biases of the choice: a large one hides how groups are ranked
-SAME = 1e-4  # relative difference of weights, and of what they are multiplied by
+SAME = 1e-4  # relative difference of weights, and of their factor
 
 
 class _Seen(Exception):
@@ -159,7 +159,7 @@ def router_dtype(
     try:
         with replacing(module, functools.partial(in_dtype, dtype=torch.bfloat16)):
             index, weights, _ = observed(module, parts, call, x)
-    except Exception:  # a forward that takes no 16 bits, whatever it raises
+    except Exception:  # a forward that refuses 16 bits may raise anything
         return None
     rows, errors = x.flatten(0, -2), {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -264,7 +264,7 @@ def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str
     def call(x: Tensor) -> list[Any]:
         return [x if i == segment.x else value for i, value in enumerate(flat)]
 
-    for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no best one
+    for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no maximum
         with scaled(arguments["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
             yield f"with inputs {scale} times as large", call(scale * x)
     lead = (*x.shape[:-2], rows)
@@ -288,7 +288,7 @@ def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str
     yield f"with {rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
 
 
-# What transformers' experts have. How they say that they are of another kind, and what they say if they are of ours.
+# The parameters of transformers' experts; the attributes by which other kinds of experts differ, with the supported values.
 PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
 KIND = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_post_expert_norm": False}
 

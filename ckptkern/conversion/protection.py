@@ -24,17 +24,23 @@ from torch.nn.parameter import is_lazy
 from .sharding import holds_sharded, is_sharded
 from .trace import PLAIN_VALUES
 
-SEED = 51_973  # of what a check draws, so that it does not depend on the user's seed
-DEPTH = 3  # a configuration in a configuration, and its lists; less than what a trainer that a module holds leads to: its data
-CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that it is gives the methods
+SEED = 51_973  # seed of every check, independent of the user's
+DEPTH = 3  # reaches lists of a nested configuration, but not the data of a trainer that a module holds
+CONTAINERS = (
+    collections.OrderedDict,
+    dict,
+    list,
+    set,
+    collections.deque,
+)  # the first class that matches gives the methods
 NOT_DATA = frozenset(
     ("builtins", "functools", "torch", "ckptkern")
-)  # whose objects are functions, handles, what convert binds
+)  # modules whose objects are functions, handles and what convert sets
 # of a module: fully_shard gathers and frees parameters in each call, and registers hooks in the first
 OF_FULLY_SHARD = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set", "_forward_hooks"}
-FULLY_SHARD = "__composable_api_state_key"  # begins the names of attributes in which fully_shard keeps its state
+FULLY_SHARD = "__composable_api_state_key"  # prefix of the attributes with fully_shard's state
 
-# what an object held when it was found: its attributes or items
+# an object, and its attributes or items when it was noted
 Held = tuple[Any, Any]
 
 
@@ -103,7 +109,7 @@ class Written:
             tensor.requires_grad_(self.requires_grad)
         if self.values is None:
             return
-        # torch's batch_norm writes its statistics and counts no version
+        # torch's batch_norm writes its statistics without a new version
         compares = self.memory is not None and tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
         if tensor._version != self.version or (compares and not torch.equal(tensor, self.values)):
             with torch.no_grad():
@@ -115,7 +121,7 @@ def _place(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-# tensors that the outermost `unmoved` has copied: those inside of it take no second copy
+# tensors copied by the outermost `unmoved`, which inner ones do not copy again
 _COPIES: ContextVar[dict[int, Written] | None] = ContextVar("copies", default=None)
 
 

@@ -21,9 +21,7 @@ from ..frozen import Frozen, why_not
 from ..subclasses import own_dispatch
 
 LIBRARIES = ("bitsandbytes", "torchao")
-REPACKS = (
-    "support_avx512bf16_for_cpu"  # of bitsandbytes' layers: may a call without gradients pack the weight for inference?
-)
+REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers: a call without gradients may repack the weight for inference
 LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a wrong scale or layout differs by more
 
 
@@ -138,7 +136,7 @@ def why_different(module: nn.Module) -> str:
             continue
         frozen, dtype = Frozen(weight), compute_dtype(leaf)
         x = torch.randn(4, frozen.shape[1], dtype=dtype or frozen.dtype, device=frozen.device)
-        with torch.enable_grad():  # a call without gradients may pack the weight for inference
+        with torch.enable_grad():  # a call without gradients may repack the weight for inference
             theirs = leaf(x.requires_grad_()).detach().double()
         bias = None if leaf.bias is None else leaf.bias.detach().to(x.dtype)
         ours = F.linear(x.detach(), frozen.dequantize(x.dtype), bias).double()

@@ -25,7 +25,7 @@ from .trace import Node, Unreadable, is_floating, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
-_LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time that a longer formula takes
+_LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time for longer formulas
 
 
 class Weight(NamedTuple):
@@ -129,9 +129,9 @@ class Steps:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.kinds: dict[tuple[str, str], Any] = {}  # leaves are called several times, and found out once
-        self.layers_read = 0  # how far it went
-        self.masked: dict[Node, Node] = {}  # what a low-rank update's dropout gave, and what reads it
+        self.kinds: dict[tuple[str, str], Any] = {}  # what leaves compute, found out once
+        self.layers_read = 0  # linear layers read so far
+        self.masked: dict[Node, Node] = {}  # results of low-rank updates' dropouts, with their readers
 
     def leaf(self, node: Node) -> nn.Module | None:
         return self.module.get_submodule(node.source) if node.kind == "module" else None
@@ -315,7 +315,7 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
         return None
 
-    def like(x: Tensor) -> Tensor:  # in the form that is tried
+    def like(x: Tensor) -> Tensor:  # uses the present `form`
         weight = leaf._parameters["weight"]
         return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 
@@ -323,7 +323,7 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
         match = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
         if is_linear(leaf):
             return match
-        # a forward of its own may quantise in some modes or dtypes alone
+        # its own forward may quantise in some modes or dtypes only
         x = weight.new_empty(3, k).normal_()
         if first_like(leaf, x, [(like, match)]) and agrees_in_16_bits(leaf, like, x):
             return match
@@ -465,7 +465,7 @@ def updates(**layers: Layer) -> dict[str, Any]:
     return {"lora": lora} if lora else {}
 
 
-# For each open question the changes of arguments that answer it, by the names of the arguments: "a.b" is b of the argument a.
+# For each open question, alternative changes of arguments, by name: "a.b" is b of the argument a.
 Choices = list[list[dict[str, Any]]]
 
 

@@ -34,11 +34,11 @@ from .quantized import packed_in
 from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
-Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
+Loss = Callable[[Any], Tensor]  # from a model's outputs to the scalar that a step differentiates
 Saved = dict[StorageWeakRef, int]  # bytes of storages
 Names = dict[StorageWeakRef, "tuple | None"]  # of storages; None: of a parameter or buffer
 Place = tuple[str, int, int]  # "in" or "out", the tensor among the leaves, and the storage among its parts
-SELDOM = 16  # ops, after which it is looked for what is gone
+SELDOM = 16  # ops between searches for freed storages
 
 
 class Alive(NamedTuple):
@@ -117,7 +117,7 @@ class Step(TorchDispatchMode):
         if formula := FLOPS.get(func._overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self.ops += 1
-        if self.bytes > self.highest or self.ops % SELDOM == 0:  # with what is gone by now: it may be no new height
+        if self.bytes > self.highest or self.ops % SELDOM == 0:  # freed storages may have lowered it
             self.heights.append(self.now())
             self.highest = max(self.highest, self.bytes)
             if self.bytes > self.peak:
@@ -159,7 +159,7 @@ class Step(TorchDispatchMode):
                 return
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             hidden = not torch.is_grad_enabled() or getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
-            call = None if self.backs else mapped(as_input, (args, kwargs))  # which would live on until backward
+            call = None if self.backs else mapped(as_input, (args, kwargs))  # a stored call would live until backward
             self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
             self.count += 1
             self.name(i, "in", (args, kwargs))
@@ -200,7 +200,7 @@ class Step(TorchDispatchMode):
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
 
-    # -- what it says
+    # -- results
 
     @property
     def saved(self) -> int:
@@ -301,7 +301,7 @@ def step_of(
             if ended is not None:
                 ended()
         step.gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None and id(leaf) not in before)
-    # stretches and the peak may be higher in the timeline, which has what kernels of libraries take
+    # the timeline includes what kernels of libraries allocate, so stretches and the peak may be higher there
     timeline, step.peak = step.timeline, max(step.peak, step.timeline.peak)
     for i, stretch in enumerate(step.stretches if timeline.bytes else ()):
         heights = timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
@@ -427,9 +427,9 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
 
 def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
     """Returns `saved_bytes`; None without a call that can be measured."""
-    if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
+    if call is None or holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
         return None
-    with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
+    with contextlib.suppress(Exception):  # convert's checks do not depend on this measurement
         return saved_bytes(module, run, call, x)
     return None
 
@@ -438,11 +438,11 @@ def step_of_all(model: nn.Module, call: Call, there: list[Tensor]) -> tuple[int 
     """Returns (the bytes that a training step of the model saves for backward, besides parameters; its peak); None for what
     cannot be measured. there: as in `step_of`."""
     if not any(call) or is_sharded(model) or holds_sharded(model):
-        return None, None  # a forward that no backward follows would leave their state open
+        return None, None  # a forward without a backward would leave fully_shard's state open
     # the reducer of DistributedDataParallel would wait for ranks that do not convert
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    forward, peak = Step(backs=False), None  # of which nothing is held: the model may not fit before it is converted
-    # whatever its forward makes of it in training
+    forward, peak = Step(backs=False), None  # holds nothing: the model may not fit before it is converted
+    # a forward may raise anything in training
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step_of(model, call, there=there, step=forward)

@@ -19,7 +19,7 @@ NOTHING = "no module of it is a fused op, and checkpoints of its modules do not 
 RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run
 
 AGAIN = "Convert the model once more, as it is trained now"  # the remedy where its inside has changed
-WARNED: set[Hashable] = set()  # since a model was converted
+WARNED: set[Hashable] = set()  # warnings since a model was converted
 
 
 def warn_once(key: Hashable, text: str, stacklevel: int) -> None:

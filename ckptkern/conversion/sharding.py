@@ -103,7 +103,7 @@ class Shards:
             module.reshard()
         meshes = {p.device_mesh: None for p in model.parameters() if hasattr(p, "device_mesh")} if self.modules else {}
         groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
-        # the last has the last word: that of the whole model spans those of its parts
+        # the largest group decides last: the whole model's spans those of its parts
         self.groups = sorted(groups.values(), key=lambda group: group.size())
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ from ..memory import placeholders
 from ..subclasses import PLAIN
 from .trace import ADD, DIVIDE, MULTIPLY, is_in_place, leaves_of
 
-# Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
+# Functions that leave each token's logits whole: views of some tokens, and possible copies of all in their order.
 VIEWS = frozenset(
     (
         "__getitem__",
@@ -194,7 +194,7 @@ def read_apart(step: Any, operands: list[Any]) -> Any:
         return NotImplemented
     with torch.no_grad():
         values = {id(logits): logits.apart() for logits in operands}
-    if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
+    if step.name == "__deepcopy__":  # its memo is by id, and values computed for it may be freed before
         return values[id(step.args[0])].clone()
     result = step.of(lambda logits: values[id(logits)])
     if not any(share(leaf, of) for leaf in leaves_of(result) for of in values.values()):
@@ -202,7 +202,7 @@ def read_apart(step: Any, operands: list[Any]) -> Any:
     return result.clone() if copied else NotImplemented
 
 
-# What a tensor of the logits' shape is of them, which function leads from one to another, and what two multiply to.
+# Forms of tensors of the logits' shape, the functions that lead from one form to another, and the forms of two multiplied.
 LOGITS, LOG_PROBS, PROBS, P_LOG_P, P_LOGITS = "z", "log p", "p", "p log p", "p z"
 AFTER = {("log_softmax", LOGITS): LOG_PROBS, ("softmax", LOGITS): PROBS, ("exp", LOG_PROBS): PROBS}
 MULTIPLIED = {frozenset((PROBS, LOG_PROBS)): P_LOG_P, frozenset((PROBS, LOGITS)): P_LOGITS}
@@ -261,7 +261,7 @@ class Formula(NamedTuple):
         )
 
 
-# What linear_cross_entropy returns for a function of each, and how it is computed of that; () is its loss alone.
+# By (function, form): the outputs of linear_cross_entropy that are needed, () for its loss alone, and the result from them.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda result: result.log_probs + result.lse),
     ("gather", LOG_PROBS): (("log_probs",), lambda result: result.log_probs),
@@ -271,7 +271,7 @@ STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     **{("argmax", form): (("accuracy",), lambda result: result.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
     **{(name, LOG_PROBS): ((), lambda loss: loss) for name in ("mean", "sum")},
 }
-NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are errors, as gather's are
+NEVER = -(2**62)  # an ignore_index that never occurs: indices out of bounds raise, as in gather
 
 
 def arguments_of(step: Any) -> dict[str, Any]:

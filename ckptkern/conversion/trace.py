@@ -42,7 +42,7 @@ def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[No
     with contextlib.ExitStack() as stack:
         if is_on:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
+            warnings.filterwarnings("ignore", ".*autocast")  # a forward may ask for autocast's dtype
         for kind in device_types(module):
             on = {"dtype": torch.bfloat16, "cache_enabled": False} if is_on else {"enabled": False}
             stack.enter_context(torch.autocast(kind, **on))
@@ -251,11 +251,11 @@ class Trace(Watched):
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.inner = {m for m in module.modules() if m is not module}
         self.leaves = {m for m in self.inner if is_leaf(m) or parts_of(m) is not None}
-        self.alive: list[object] = []  # so that no id is given twice
+        self.alive: list[object] = []  # so that no id is reused
         self.inside: list[nn.Module] = []  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
-        self.calls: list[list[Any]] = []  # of each call the leaves of its arguments that are no tensors
+        self.calls: list[list[Any]] = []  # for each call, the leaves of its arguments that are not tensors
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
             self.nodes[id(tensor)] = Node("parameter", path, tensor.shape, trained=isinstance(tensor, nn.Parameter))
@@ -291,7 +291,7 @@ class Trace(Watched):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        # of MoE blocks values on the host choose rows, and are no dataflow of this module
+        # inside MoE blocks, values on the host choose rows, and are not this module's dataflow
         if name in HOST_READS and all(map(is_leaf, self.inside)):
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
@@ -349,7 +349,11 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
-    tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
+    tracer, before, drawn = (
+        Trace(module, flat, autocast),
+        settings(module),
+        random.getstate(),
+    )  # the state of Python's own generator
     versions = [
         (tensor, tensor._version) for tensor in flat if isinstance(tensor, Tensor) and not tensor.is_inference()
     ]
@@ -357,7 +361,7 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
         with switched(module, autocast), tracer, torch.no_grad(), collecting_nothing():
-            tracer.result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
+            tracer.result = type(module).forward(module, *args, **kwargs)  # not a forward that convert has set
     finally:
         for hook in hooks:
             hook.remove()

@@ -149,7 +149,7 @@ class TracedLogits:
         return f"TracedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-# Statistics of tokens that the graph has without logits, and what it follows of each of their elements.
+# Statistics of tokens that the graph computes without logits, and elementwise functions that it follows.
 TOKEN_WISE = frozenset(("argmax", "gather", "logsumexp"))
 ELEMENTWISE = frozenset(("log_softmax", "tanh", *SCALES))
 # Names of functions that change their first argument. Dynamo looks a function's name up in a set, but not into it.
@@ -158,7 +158,7 @@ METHODS = (
     "contiguous", "flatten", "float", "log_softmax", "reshape", "tanh", "to", "view", *TOKEN_WISE,
     "__array__", "__iter__", "__len__",
 )  # fmt: skip
-# Python's, also reflected, such as __rpow__.
+# Operators of Python, also reflected, such as __rpow__.
 OPERATORS = [
     name
     for name in dir(Tensor)
