@@ -219,9 +219,7 @@ class Watch:
             for item in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
         ]
         self.held = list({id(item.owner): item for item in held}.values())  # a shared configuration counts once
-        self.forwards = {
-            m: vars(m).get("forward") for m in list(module.modules())[1:]
-        }  # the forwards of converted parts
+        self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of converted parts
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Callable[[bool], bool] | None = None

@@ -71,9 +71,8 @@ class Ran(TorchFunctionMode):
 
     def note(self, module: nn.Module, args: tuple) -> None:
         is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
-        self.modules.update(
-            module.modules() if is_compiled else (module,)
-        )  # inner calls of compiled modules are not seen
+        # inner calls of compiled modules are not seen
+        self.modules.update(module.modules() if is_compiled else (module,))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

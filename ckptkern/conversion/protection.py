@@ -26,13 +26,7 @@ from .trace import PLAIN_VALUES
 
 SEED = 51_973  # seed of every check, independent of the user's
 DEPTH = 3  # reaches lists of a nested configuration, but not the data of a trainer that a module holds
-CONTAINERS = (
-    collections.OrderedDict,
-    dict,
-    list,
-    set,
-    collections.deque,
-)  # the first class that matches gives the methods
+CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that matches gives the methods
 NOT_DATA = frozenset(
     ("builtins", "functools", "torch", "ckptkern")
 )  # modules whose objects are functions, handles and what convert sets

@@ -128,20 +128,20 @@ SAME = {name: names[0] for names in (ADD, MULTIPLY, DIVIDE, ("cat", "concat", "c
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the call, by what made it.
+    """Describes a tensor of the call by its origin.
 
     kind        source
     "argument"  its index among the flattened arguments
     "parameter" its path; also a buffer's
-    "constant"  None: a tensor that was made outside of torch functions, or before the call
+    "constant"  None: a tensor from outside of torch functions, or from before the call
     "module"    the path of the leaf module that returned it
     "function"  the name of the torch function that returned it
 
-    args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
-    output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
-    modules that are no leaves and returned it too, the inner ones first. written: of a tensor that was changed through a view
-    of it, its node before, and the view's after. apart: did the module switch autocast off around it? trained: has it a
-    gradient? Rotary tables, which are computed of positions, have none.
+    args, kwargs: those of the call that returned it, with a Node for every tensor. inputs: these Nodes in order.
+    output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls:
+    of modules that are not leaves and returned it too, the inner ones first. written: for a tensor that was changed through a
+    view, its node before, and the view's node after. apart: the module switched autocast off around it. trained: it has a
+    gradient, unlike rotary tables, which are computed from positions.
     """
 
     kind: str
@@ -349,11 +349,7 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
-    tracer, before, drawn = (
-        Trace(module, flat, autocast),
-        settings(module),
-        random.getstate(),
-    )  # the state of Python's own generator
+    tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()
     versions = [
         (tensor, tensor._version) for tensor in flat if isinstance(tensor, Tensor) and not tensor.is_inference()
     ]
