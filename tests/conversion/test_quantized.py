@@ -343,7 +343,7 @@ PREPARED = {
     ),
     "a head": (functools.partial(of_qat, which=everywhere, weight_config=INT4), r"is not a linear layer"),
     "float8": (of_float8, r"is not a linear layer but Float8Linear"),
-    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, of which no op"),
+    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, and no op"),
     "torch.ao": (of_torch_qat, r"is not a linear layer"),
 }  # fmt: skip
 
