@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 LONG = {  # what takes their blocks more than some seconds
     "docs/how-to/plan.md": "plans and trains models under several budgets",
-    "docs/tutorials/budget.md": "plans and trains a GPT under several budgets, in minutes",
+    "docs/tutorials/budget.md": "plans eight layers, in minutes",
 }
 # What torch's own layers save differs between its versions: the pages show the pinned one's.
 PINNED = re.search(r"^torch==(\d+\.\d+\.)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[1]
@@ -212,7 +212,7 @@ def test_the_readme_names_families_whose_layers_were_all_replaced():
 
 
 def test_the_table_of_times_is_that_of_the_results():
-    arguments = ["--page", str(ROOT / "docs/figures.md"), "--results", str(ROOT / "benchmarks/results")]
+    arguments = ["--page", str(ROOT / "docs/measurements/figures.md"), "--results", str(ROOT / "benchmarks/results")]
     assert report.main([*arguments, "--check"]) == 0
 
 
