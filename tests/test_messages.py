@@ -91,7 +91,7 @@ CALLS = {
         r"is a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
     ),
     "checkpoint_sequential(layer, 2, x)": (
-        lambda: ckptkern.checkpoint_sequential(LINEAR, 2, X), TypeError, "an nn.Sequential or a list of layers, but found Linear",
+        lambda: ckptkern.checkpoint_sequential(LINEAR, 2, X), TypeError, "or a list of layers, but found Linear",
     ),
     "include of another model": (
         lambda: convert(include="transformer.h.*"), ValueError, r"no module of Model; its lists of layers are 'layers\.\*'",
