@@ -10,7 +10,7 @@
 
 Each context is a ``Store``: saved-tensor hooks that flatten each saved tensor to one run of elements, pass it to ``put`` in
 forward and read it with ``get`` in backward. Stores chain: ``compress("int8", then=offload())`` moves the codes to the host.
-The inner of two nested contexts applies. docs/concepts/storage.md lists what all stores guarantee.
+The inner of two nested contexts applies. docs/how-to/storage.md lists what all stores guarantee.
 """
 
 from .compress import compress

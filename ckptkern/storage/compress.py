@@ -94,7 +94,7 @@ class compress(Chained):
                 scaled.round().nan_to_num_(nan=-128.0) if code.dtype == torch.int8 else scaled.to(code.dtype).float()
             )
             # No other element may become 0, because ReLU's backward reads the sign of its result: with round-to-nearest
-            # int8 the gradient's error was 0.11 in the example of docs/concepts/storage.md
+            # int8 the gradient's error was 0.11 in the example of docs/how-to/storage.md
             codes[row : row + step] = torch.where(rounded == 0, x.sign() * code.smallest, rounded)
         return _Packed(self._then.put(codes.view(-1)), self._then.put(scales.view(-1)), flat.numel(), flat.dtype)
 

@@ -190,24 +190,23 @@ def mlp_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """An MLP with everything around it, as one region.
+    """Computes an MLP sublayer with its norms, dropouts and residual as one region.
 
         h = norm(x) * (1 + norm_scale) + norm_shift
         f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
         z = drop_path(layer_scale * post_norm(dropout(f)))
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
-    x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
-    norm: None, "layer" or "rms", with norm_weight and norm_bias or None. norm_scale, norm_shift: [B, d] or [B, 1, ..., d], a
-    vector for each sample (adaLN: DiT, SD3, Flux), of a norm before the branch, as in attention_block. post_norm as norm, of
-    what the branch gives (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2,
-    ConvNeXt), or one for each sample, [B, e] or [B, 1, ..., e] (the gate of adaLN). Backward recomputes what the branch gives
-    for a norm behind it and for trained vectors: by one matmul, at "full" by all. dropout_p of the hidden layer,
-    resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d] has B samples, x
-    [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up" and "down". The
-    activation is a pass of its own. recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is
-    always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
-    RuntimeError (backend).
+    x [..., d], up_weight and gate_weight [n, d], down_weight [e, n] -> y [..., e].
+    norm, post_norm: None, "layer" or "rms".
+    norm_scale, norm_shift: a vector for each sample, [B, d] or [B, 1, ..., d] (adaLN: DiT, SD3, Flux).
+    layer_scale: a number, a vector [e], or one for each sample, [B, e] or [B, 1, ..., e] (adaLN's gate).
+    dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of f, and of whole samples of z (stochastic depth;
+    x [tokens, d] is one sample).
+    lora: a LoRA for each of "gate", "up", "down".
+    recompute, workspace: see mlp and gated_mlp. Norms are always recomputed. A norm after the branch or a trained
+    layer_scale makes backward recompute f: by one matmul, at "full" by all.
+    Raises: see Conventions.
     """
 
 
