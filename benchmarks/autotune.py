@@ -37,9 +37,9 @@ from .cases import Case, variants
 
 OPS = ("mlp", "gated_mlp", "linear_act")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SIZES, ROWS = (2048, 4096, 1024, 512, 256), 8192  # what is measured by default, the most valuable first
+SIZES, ROWS = (2048, 4096, 1024, 512, 256), 8192  # the default sizes, the most valuable first
 MARGIN = 0.03  # of the default's median
-OURS = "ckptkern "  # begins a variant of ours, which has to be as exact as eager
+OURS = "ckptkern "  # begins the name of a variant of ckptkern, which must be as exact as eager
 
 
 class Problem(NamedTuple):
@@ -214,7 +214,7 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
         problem for problem in candidates if _choices.choose_backend("autotune", on_device[problem.dtype]) == "triton"
     ]
     if not candidates:
-        raise ValueError(f"nothing can be chosen on {device}: only PyTorch's ops run there")
+        raise ValueError(f"{device} offers no choice: only PyTorch's ops run there")
     return candidates
 
 
@@ -267,7 +267,7 @@ def outcome_of(problem: Problem, device: torch.device, seconds: float) -> Outcom
     default = _impls.default_impl(problem.op, capability, problem.dtype, problem.key[2])
     try:
         rows = timed(problem, device, seconds)
-    except Exception as error:  # of the reference itself, or of a device that is lost
+    except Exception as error:  # raised by the reference, or because the device is lost
         rows = dict.fromkeys(_impls.OF_KERNELS, measure.Row("", "", "", "", "failed", note=measure.one_line(error)))
     texts = [f"{impl} {row.ms:.3g} ms" if row.status == "ok" else f"{impl}: {row.note}" for impl, row in rows.items()]
     print(f"{problem!s:44} {'; '.join(texts)}", flush=True)
@@ -279,27 +279,29 @@ def main(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            print("ckptkern autotune: there is no CUDA device", file=sys.stderr)
+            print("ckptkern autotune: torch sees no CUDA device", file=sys.stderr)
             return 2
         device = torch.device("cuda", torch.cuda.current_device())
     file, machine = _tuned.path(device.type, device.index), _tuned.machine(device.type, device.index)
     if args.reset:
         known = file.exists()
         file.unlink(missing_ok=True)
-        print(f"removed {file}" if known else f"there is no table of this machine: {file}")
+        print(f"removed {file}" if known else f"this machine has no table: {file}")
         return 0
     before, why = _tuned.read(file, machine)
     if why:
-        print(f"{file} is made anew, because {why}")
+        print(f"{file} is written anew, because {why}")
     try:
-        with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: kernel implementations are what a table is for
+        with ops.backend(
+            "auto"
+        ):  # whatever CKPTKERN_BACKEND says, because a table chooses among kernel implementations
             todo = problems(args, device)
         todo.sort(
             key=lambda problem: problem.sizes in before.get(problem.key, {}).get("measured", [])
-        )  # what is left comes first
+        )  # unmeasured ones first
         if not args.dry_run:
             file.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring
+            tempfile.TemporaryFile(dir=file.parent).close()  # fail before minutes of measuring
     except (ValueError, OSError) as error:
         print(f"ckptkern autotune: {error}", file=sys.stderr)
         return 2
@@ -310,19 +312,19 @@ def main(args: argparse.Namespace) -> int:
             left = deadline - time.perf_counter()
             if left <= 0:
                 print(
-                    f"the time is over: {len(todo) - n} of {len(todo)} matmuls were not reached. The same command again begins "
-                    "with them; --minutes gives more at once"
+                    f"the time is over: {len(todo) - n} of {len(todo)} matmuls were not measured. The same command starts with "
+                    "them; --minutes gives it more time"
                 )
                 break
             bar(str(problem), n)
             outcomes.append(outcome_of(problem, device, left / (len(todo) - n)))
             rows = rows_of(outcomes)
-            if rows and not args.dry_run:  # after each: an interrupt loses nothing
+            if rows and not args.dry_run:  # after each problem, so that an interrupt loses nothing
                 write(file, machine, (before | rows).values())
     for (op, dtype, size), row in rows.items():
         print(f"{op} {dtype}, {_impls.size_text(size)}: {row['impl']}")
     if args.dry_run or not rows:
         print("nothing is written")
         return 0 if rows else 1
-    print(f"the table has these now: {file}\nprocesses that start from now on read it; `autotune --reset` removes it")
+    print(f"the table is {file}\nprocesses that start from now on read it; `autotune --reset` removes it")
     return 0

@@ -24,7 +24,7 @@ from ..memory import format_size, parse_size
 from .baselines import Function, Maker
 
 MODES = ("none", "selective", "full")
-BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
+BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # further modes of a layer
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 HEADLINE = 1  # the last priority of the first figures: each op, and the most important at d = 1024 and 4096
 

@@ -195,7 +195,7 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
             step.peak,
             memory - states.all,
         )
-        # matmuls inside a kernel of ours are not seen: PyTorch's ops have them too
+        # matmuls inside ckptkern's kernels are not seen, but those of PyTorch's ops are the same
         flops = counted(args.tokens).flops if variant.is_ours else step.flops
         lines.append(Line(key, name, int(step.peak), int(step.saved), flops, most, is_more))
     count, trained = (sum(p.numel() for p in eager.parameters() if p.requires_grad >= only) for only in (False, True))
@@ -312,7 +312,7 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(hint)
         keys = args.variants.split(",") if args.variants else [key for key in VARIANTS if key not in SLOW]
         if unknown := [key for key in keys if key not in VARIANTS]:
-            raise ValueError(f"--variants: {', '.join(unknown)} is none of {', '.join(VARIANTS)}")
+            raise ValueError(f"--variants: unknown {', '.join(unknown)}; choose from {', '.join(VARIANTS)}")
         for name in ("tokens", "batch", "ranks", "lora"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name}: wanted a positive number but got {getattr(args, name)}")

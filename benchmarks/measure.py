@@ -28,7 +28,7 @@ from .cases import CHECKPOINTS, EAGER, Case, Figure, Function, Maker, build
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 CPU_BATCH = 3
 AHEAD = 2_000_000  # cycles of the GPU, a millisecond, in which the host gets ahead of it
-GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
+GRAPH_BELOW_MS = 2.0  # below this step time of eager, gaps between launches matter
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
 MOST_COPIES = 256  # of operands: of smaller ones a graph would take longer to capture than to run
@@ -160,7 +160,7 @@ class Checker:
             if x.is_cuda:
                 torch.cuda.empty_cache()
             self.exact = self.known(gradients(lambda: model(x), self.leaves, dy))
-        elif not dy.dim():  # of one number eager's error is luck: the gradients' stand for it
+        elif not dy.dim():  # eager's error of a single number is luck, so the gradients' largest stands for it
             self.eager["y"] = max(self.eager.values())
 
     @staticmethod
@@ -250,7 +250,7 @@ def interleaved(
                 try:
                     takes[name] = clock(step, index)
                 except Exception as error:  # it is the variant's result, reported in its row
-                    errors[name] = one_line(error)  # the error itself would hold the frames' tensors
+                    errors[name] = one_line(error)  # as text: the error would hold its frames' tensors
             if cuda:
                 torch.cuda.synchronize()
             for name, take in takes.items():
@@ -438,7 +438,7 @@ def _ready(
             function(x)
         row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
         for tensor in (*model.parameters(), *(x for x, _ in inputs)):
-            tensor.grad = None  # of the variant before, which this one's step would free
+            tensor.grad = None  # the previous variant's gradient, which this step would free
         with peak_memory(device) as peak:
             step(0)
         row.peak_bytes = peak.bytes

@@ -108,7 +108,7 @@ def baseline_of(target: str) -> tuple[str, Maker]:
         if not callable(result):
             raise TypeError(f"FUNCTION must return what is called as the model is, not {type(result).__name__}")
         followers = [m for m in (module, result) if isinstance(m, nn.Module)]
-        if isinstance(replica, Called):  # which knows the other inputs, and y among the outputs
+        if isinstance(replica, Called):  # it supplies the other inputs, and picks y from the outputs
             del replica.module
             replica.module = result
 

@@ -17,7 +17,7 @@ from ..extras import missing
 from .cases import CHECKPOINT, CHECKPOINTS, EAGER, MODES
 
 SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
-WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: the median may be another program's doing
+WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: another program may have moved the median
 COLUMNS = (CHECKPOINT, *(f"ckptkern {mode}" for mode in MODES))  # variants of a page's table
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 MIB = 2**20

@@ -47,7 +47,7 @@ def commit() -> str:
         "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"
     )
     if not described:
-        say("WARNING: git knows no commit of this tree: env.json says unknown. Set CKPTKERN_COMMIT")
+        say("WARNING: git finds no commit of this tree, so env.json says unknown. Set CKPTKERN_COMMIT")
     return described or "unknown"
 
 
@@ -145,7 +145,7 @@ class Sheet:
 
 
 UNFINISHED = 124  # exit status of a resumed run whose time was over before all was measured, as timeout(1) has it
-OVER = "the budget"  # is in the note of what was dropped for it
+OVER = "the budget"  # in the note of cases dropped for time
 INTERRUPTED = "interrupted; --resume measures what is missing"
 STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need not measure it again
 
@@ -174,7 +174,7 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
     modes = tuple(filter(None, args.modes.split(","))) if args.modes is not None else None
     known = cases.MODES if args.op or args.case else cases.MODES + cases.BY_SUBLAYER
     if modes is not None and (not modes or set(modes) - {*known}):
-        raise ValueError(f"--modes: wanted some of {', '.join(known)}, with commas, but got {args.modes!r}")
+        raise ValueError(f"--modes: wanted modes of {', '.join(known)}, separated by commas, but got {args.modes!r}")
     dtype = FLOATS.get(args.dtype)
     if sum(map(bool, (args.op, args.case, args.cases))) > 1:
         raise ValueError("--op, --case and --cases exclude each other")
@@ -421,7 +421,7 @@ def main(args: argparse.Namespace) -> int:
         size = parse_bytes("--workspace", args.workspace)
         selected = with_baselines(chosen(args, device), args.baseline)
         selected = [dataclasses.replace(case, workspace=size) for case in selected]
-        old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
+        old = compare.read(args.compare) if args.compare else None  # read now, because --out may overwrite it
         if args.list:
             for case in selected:
                 print(f"{case.name:36} {', '.join([*cases.variants(case), *compilers])}")
@@ -453,7 +453,7 @@ def run(
         return 2
     standing = {(row["case"], row["variant"]) for row in earlier if stands(row)}
     jobs = jobs_of(chosen, compilers, standing)
-    again = {case.name for case, _ in jobs}  # of other cases a fault stays a row
+    again = {case.name for case, _ in jobs}  # failed rows of other cases stay
     earlier = [row for row in earlier if row["case"] not in again or (row["case"], row["variant"]) in standing]
     out.mkdir(parents=True, exist_ok=True)
     (out / "env.json").write_text(json.dumps(facts, indent=2) + "\n")

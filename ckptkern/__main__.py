@@ -10,7 +10,7 @@ import textwrap
 from . import __version__
 from .extras import from_checkout, missing
 
-# name: (module, of the package if it begins with a dot, else of a checkout; what it does; packages besides torch that it needs)
+# name: (module, in the package if it begins with a dot, else in a checkout; summary; packages needed besides torch)
 COMMANDS = {
     "demo": (
         "examples.demo",

@@ -38,13 +38,13 @@ VIEWS = frozenset(
         aten.unsqueeze.default,
     )
 )
-SWAPS = {("transpose.int", (-2, -1))}  # of each expert
+SWAPS = {("transpose.int", (-2, -1))}  # transposes each expert
 SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
-_MARK = "frozen:"  # begins the string in which an op's options say which of its tensors are parts of a Frozen
+_MARK = "frozen:"  # begins an op's option string that says which of its tensors are parts of a Frozen
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK = 128  # of block_fp8, in both dimensions
 GROUP = 32  # values that share a scale in mxfp4
-AT_ONCE = 2**20  # elements that are dequantised at a time where that has temporaries
+AT_ONCE = 2**20  # elements dequantised at a time by kinds with temporaries
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same negative
 TORCHAO = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "intx", "Float8Tensor": "float8"}
 OPTIONAL = {"Int8Tensor": ("zero_point",)}
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
     views: tuple = ()
 
 
-Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors: the library's
+Taken = tuple[Layout, tuple[Tensor, ...]]  # a Frozen's layout and tensors
 
 
 def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
@@ -157,7 +157,7 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
         )
     shape = tuple(state.shape)
     bytes_, whole_rows = packed.numel() * packed.element_size(), len(shape) < 3 or shape[2] % state.blocksize == 0
-    # bitsandbytes 0.50's CPU kernel gives rows that are no whole blocks the scales of others
+    # bitsandbytes 0.50's CPU kernel uses wrong scales for rows that are not whole blocks
     if len(shape) not in (2, 3) or not whole_rows or -(-math.prod(shape) // 2) != bytes_:
         raise ShapeError(
             f"Frozen: the Params4bit has {bytes_} bytes for a weight of shape {shape}; it must "
@@ -314,7 +314,7 @@ def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tenso
 
 
 KINDS = {  # bytes as measured on a CPU, and a little more
-    # of float32 scales; of all elements, because they are all at once
+    # float32 scales of all elements, because all are dequantised at once
     "nf4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
     "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
     "int8": Kind(_torchao, 13, "torchao"),
@@ -432,7 +432,7 @@ class Frozen(Tensor):
             dim, expert = args[1:] if function is aten.select.int else (None, 0)
             if dim == 0 and len(layout.shape) == 3 and {view[:2] for view in layout.views} <= SWAPS:
                 return _made(*KINDS[layout.kind].expert(parts, layout, expert % layout.shape[0]))
-            if function in VIEWS and not kwargs:  # of what is dequantised
+            if function in VIEWS and not kwargs:  # views of the dequantised weight
                 name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
                 results = function(_like(layout), *args[1:])
                 places = [None] if isinstance(results, Tensor) else range(len(results))

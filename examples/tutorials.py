@@ -191,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints two lines per example. Returns 1 if a bit differs, 2 for an unknown name, else 0."""
     if unknown := [name for name in args.names if name not in EXAMPLES]:
-        print(f"ckptkern examples: no example {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
+        print(f"ckptkern examples: unknown {', '.join(unknown)}; choose from {', '.join(EXAMPLES)}")
         return 2
     outcomes = []
     print(f"{'example':22} {'saved, eager':>12} {'checkpointed':>12}   ")

@@ -36,8 +36,8 @@ from .small import built
 MIB = 2**20
 WORKSPACE = "4MiB"
 WIDTH, LAYERS, CLASSES, HEADS = 128, 4, 512, 4
-SCANNED = 256  # at most so many tokens of a family that torch scans token by token on a CPU
-LONGEST = 2**16  # that a model's tables are made for
+SCANNED = 256  # most tokens of a family that torch scans token by token on a CPU
+LONGEST = 2**16  # positions of a model's tables
 # A size, and the names that configurations have for it, as in small.py.
 SIZES = [
     (WIDTH, "hidden_size"),
@@ -135,7 +135,7 @@ def build(name: str) -> nn.Module:
     import transformers
 
     settings = {"use_cache": False} | FAMILIES[name]
-    # A size that a family sets is not asked of its configuration: Gemma 4's head_dim is none of the whole model's.
+    # A size that a family sets is not set on its configuration too: Gemma 4's head_dim is not the whole model's.
     sizes = [(size, " ".join(name for name in names.split() if name not in settings)) for size, names in SIZES]
     model = disturbed(built(getattr(transformers, f"{name}ForCausalLM"), settings, sizes))
     for p in model.parameters():

@@ -32,9 +32,9 @@ from .small import built, calls, sizes
 
 MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
 SIZES = sizes(width=128, hidden=352, layers=4, classes=512, image=128, positions=2048)
-SECONDS = 180  # of the processor, at most for a class
+SECONDS = 180  # CPU seconds, at most, for a class
 SAMPLES = 16000  # of a waveform
-BOUNDS = {True: 0.6, False: 0.8}  # that a decoder's peak, and another model's, may be of what checkpointing takes
+BOUNDS = {True: 0.6, False: 0.8}  # limits of the ratio to checkpointing's peak, for decoders and other models
 
 
 class TooLong(BaseException):
@@ -117,7 +117,7 @@ def swept(name: str, model_class: type, tokens: int, workspace: str) -> tuple[st
         return "WRONG" if result.wrong else "right", result
     except TooLong:
         return "too long", result
-    except Exception as error:  # is what is looked for, and the other classes still run
+    except Exception as error:  # the finding; the other classes still run
         result.reasons = [f"{type(error).__name__}: {str(error)[:300]}"]
         if stage == "CRASHED":
             traceback.print_exc()

@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="the page whose table is replaced")
     args = parser.parse_args()
     if not hasattr(nn, "LinearCrossEntropyOptions"):
-        parser.error(f"wanted torch 2.13 or later, whose loss in chunks all is compared with, not {torch.__version__}")
+        parser.error(
+            f"needs torch 2.13 or later, with whose chunked loss all is compared, but this is {torch.__version__}"
+        )
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in rows_of(*size, args.rounds)]
     print(table(rows))

@@ -42,7 +42,7 @@ CACHES = "caches.tgz"
 CUT, NO_TESTS, LOST = 124, 5, 75
 SECONDS = 570  # of a part, the build included
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # of OUT, and of each of its files
-# Of its own, to be ended with what it starts. A new session, too, would outlive whatever ends this one.
+# Its own process group, so that it is ended with what it starts. A new session would outlive whatever ends this one.
 GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 FINISH = 8  # seconds to end the last step and to pack the caches
 SLACK = 15  # seconds that a program of its own clock needs to start, and to print what it knows
@@ -261,7 +261,9 @@ def prepare(part: int, args: argparse.Namespace, log: Log) -> Path:
     before = args.resume or args.out
     if (before / CACHES).exists():
         log(f"caches: {caches.unpack(before / CACHES, args.work)}")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has ninja
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )  # contains ninja
     lib = build(args.work, log)
     wheels = unpack_wheels(args.wheels, args.work / "site")
     paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(args.work / "site")]

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_BEHIND = (".ttir", ".ttgir", ".llir", ".source", ".lock")
 BUFFER = 2**17  # bytes that may not be in the file yet while it is written
-SOURCES = "sources"  # beside the archive's files: of what the extension was built
+SOURCES = "sources"  # digest of the extension's sources, beside the archive's files
 
 
 def sources() -> str:

@@ -27,8 +27,8 @@ from ..conversion.trace import Call, mapped
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
-SHOWN = 5  # parameters that print shows
-OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # what replaces modules that are no regions, by its class
+SHOWN = 5  # parameters shown by print
+OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # names of replacements that are not regions, by their class
 
 
 @dataclasses.dataclass

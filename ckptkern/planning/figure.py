@@ -21,7 +21,7 @@ def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]],
     over_time, at_peak = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_timelines(over_time, timelines)
     mode = min(timelines, key=lambda mode: timelines[mode].peak)
-    rows = largest_standing(standing[mode])  # a bar for each of the largest, the rest in one
+    rows = largest_standing(standing[mode])  # a bar for each of the largest, one for the rest
     unit, size = unit_of(max(nbytes for nbytes, *_ in rows))
     names = [f"{tensor}  {place}".rstrip() for _, tensor, place in rows]
     at_peak.barh(names, [nbytes / size for nbytes, *_ in rows], color=COLORS.get(mode))

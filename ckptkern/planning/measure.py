@@ -39,8 +39,8 @@ from .segments import Segment, Strategy, Workspaces, in_strategies
 from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
 from .timing import Clock, Rates, Roofline
 
-# At most so many rounds of timings; so many seconds, from the fourth round on; and so many before it, where a round is so long
-# that its noise is small. On a CPU the first pass over the strategies is such a round if it is as long.
+# At most ROUNDS rounds of timing. They end after PATIENCE seconds from the fourth round on, and after LONG seconds before it,
+# because long rounds have little noise. On a CPU the first pass over the strategies counts as such a round.
 ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
@@ -123,7 +123,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         set_gradients(leaves)
         return lambda: alone(*call).backward()
 
-    for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
+    for i in (0, *range(len(strategies))):  # the first strategy twice: its first run loads libraries
         with in_strategies([segment], [strategies[i]]), suppress(torch.OutOfMemoryError):
             kind.costs[i], kind.held[i] = watched_alone(alone, call, names)
             times[i] = []
@@ -131,15 +131,15 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
-                # a kernel's matmuls are no ops of PyTorch's: flops of library ops are those of their formulas
+                # flops of library ops come from formulas, because PyTorch does not see the matmuls of a kernel
                 with Roofline(rates) as forward:
                     root = alone(*call)
                 with Roofline(rates) as backward:
                     root.backward()
                 seconds, copied = None, 0
                 if rates is not None:
-                    # copies to the host, of what stays on the device in the same mode, and back run beside the forward and
-                    # backward of a region; what takes longer is what the region takes
+                    # copies to the host and back run beside the region's forward and backward, and the longer of both counts;
+                    # copied is what stays on the device in the same mode without a store
                     if isinstance(strategies[i].store, offload):
                         here = kind.held[strategies.index(Strategy(strategies[i].mode))]
                         copied = (here.bytes - kind.held[i].bytes) / rates.host
@@ -165,7 +165,7 @@ def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[St
     """Returns the index of the region's kind in `kinds`, to which a new kind is added if none fits."""
     gradients = [tensor.requires_grad for tensor in tensors_in(call)]
     for i, kind in enumerate(kinds):
-        with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
+        with suppress(Exception):  # comparing a user's objects may raise: then the kinds differ
             if (
                 kind.first.replaced_by == segment.replaced_by
                 and call_kinds([kind.call]) == call_kinds([call])
@@ -200,9 +200,9 @@ def measure(
         for i, calls in sorted(recorded.calls.items())
     }
     fill(table, shown)
-    for i, own in numbers.items():  # of the regions that the model calls
+    for i, own in numbers.items():  # only regions that the model calls
         held = []
-        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # in each strategy, alone
+        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # one entry per strategy
             held_by_calls = []
             for called, alone in zip(recorded.calls[i], of_calls, strict=True):
                 if not called.hidden:
@@ -228,7 +228,7 @@ def narrower(table: Table, shown: Callable[[str], None]) -> Table:
     of what the table's takes."""
     most = table.rise(table.uniform("full"))
     size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
-    kinds = list(map(dataclasses.replace, table.kinds))  # whose costs `fill` replaces
+    kinds = list(map(dataclasses.replace, table.kinds))  # `fill` replaces their costs
     smaller = dataclasses.replace(table, kinds=kinds, workspace=size, steps={}, peaks={})
     fill(smaller, shown)
     return smaller

@@ -33,10 +33,10 @@ from .segments import Segment, Strategy, segments_of
 from .table import Choice, Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
-SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
-LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
-CLOSE = 64  # the search of a frontier ends within this part of the size
-MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
+SMALL = (slice(2), slice(64))  # sequences and tokens for the conversion
+LOWER = 0.95  # a smaller workspace helps if it reduces the peak at "full" to this
+CLOSE = 64  # the search of a frontier ends within 1/CLOSE of the size
+MOVED = 0.05  # of the budget: smaller changes of the device's free memory do not change the plan
 
 
 class Plan:
@@ -115,7 +115,7 @@ class Plan:
     def _follow_room(self, limit: float) -> None:
         """Plans again before a training forward if the device's free memory has changed by more than MOVED of the budget, up
         to `limit` bytes. This is a collective call."""
-        if Bodies.seen or not (self.model.training and torch.is_grad_enabled()):  # a step that is recorded
+        if Bodies.seen or not (self.model.training and torch.is_grad_enabled()):  # the step is being recorded
             return
         budget = int(min(limit, room(self.table, self.by_peak, self.chosen)))
         if abs(budget - self.budget) > MOVED * self.budget:
@@ -181,13 +181,13 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
         args, kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), call)
         try:
             convert(model, *args, recompute="full", **options, **kwargs)
-        except Exception:  # of the model's own: its inputs go together in another way
+        except Exception:  # the model's own error: its inputs cannot be cut like this
             convert(model, *call[0], recompute="full", **options, **call[1])
         segments = segments_of(model)
     record, taken = recorded(model, call), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return segments
-    # blocks in which there is no region: those with which a step peaks lowest
+    # blocks without a region: the choice with the lowest peak
     candidates = Cuts(record, selected(model, include, exclude) - taken, slices=False)
     cuts = candidates.best(is_asked=True, of=lambda peak, saved: (peak, saved))
     names = {m: name for name, m in model.named_modules()}
@@ -391,12 +391,12 @@ def search(
     while fails is None or fails - fits > max(multiple, fits // CLOSE):
         guess = (fits + fails) / 2 if bisect and fails is not None else crossing(tried, fits, budget)
         highest = math.inf if fails is None else fails - multiple
-        # no step takes very much more than another
+        # do not grow more than fourfold at once
         size = max(int(min(guess, 4 * fits, highest)) // multiple * multiple, fits + multiple)
         if limit is not None and size > limit:
             break
         tried[size] = peak_of(size)
-        # a line that is bent is met from one side only
+        # extrapolation approaches a curved line from one side only, so bisect every other time
         bisect = not bisect and fails is not None and size != fails
         if tried[size] <= budget:
             fits = size

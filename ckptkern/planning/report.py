@@ -108,7 +108,7 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     example = Example("report", model, (example_inputs, example_kwargs), loss)
     with converted(example, stays=False) as shown:
         segments = found_segments(example)
-        strategies = []  # one mode for the whole region, and a forward of PyTorch's alone: replaced by convert, or not yet
+        strategies = []  # one mode per region; eager PyTorch only for a forward that convert replaced or may replace
         for segment in segments:
             has_eager = segment.forward is not None or segment.is_block or ORIGINAL_CLASS in segment.module.__dict__
             modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]

@@ -23,10 +23,12 @@ from ..errors import BudgetError
 from ..memory import format_size
 from .table import Choice, Held, Table, saved, total
 
-TRIES = 6  # steps that are measured for a budget and a workspace, at most
-STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
-SMALLER = 2  # smaller workspaces, each a quarter of the one before or less: below, chunks take much time
-CHEAPER = 0.98  # a smaller workspace is taken for a cost of so much, or less: times have noise
+TRIES = 6  # most steps measured for a budget and a workspace
+STEPS = 12  # bisection steps: the bound is found to 1/4,096 of what the regions save
+SMALLER = (
+    2  # smaller workspaces, each at most a quarter of the previous one; chunks in even smaller ones take much time
+)
+CHEAPER = 0.98  # a smaller workspace must reduce the cost to this, because times have noise
 UNBOUNDED = 2**60  # bytes
 KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then far below one byte
 LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.offload()]"
@@ -81,10 +83,10 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
         private = [option.own + sum(n for name, n in option.shared.items() if name not in fixed) for option in own]
-        strategies: list[int] = []  # that can run, for which no other costs less or the same and saves no more
+        strategies: list[int] = []  # that fit, and that no other strategy beats in both cost and bytes
         for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
             if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
-                strategies.insert(0, w)  # the one that saves least first
+                strategies.insert(0, w)  # ordered by bytes, the least first
         picked = ([figures[w] for w in strategies] for figures in (cost, private))
         groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
     return list(groups.values()), rest.own + sum(fixed.values())
@@ -121,7 +123,7 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
         raise RuntimeError(f"plan: SciPy's milp found no optimum: {result.message}")
     chosen = {}
     for group, start in zip(groups, starts, strict=False):
-        # of regions that are alike, the last save most: their backward comes first and frees it before the others' recompute
+        # of equal regions the last save most: their backward runs first and frees it before the others recompute
         strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
         chosen.update(zip(group.members, strategies, strict=True))
     return tuple(chosen[i] for i in range(len(chosen)))
@@ -139,7 +141,9 @@ class Choices:
         full, least = table.uniform("full"), by_saved(table, None)
         table.measured(full)
         self.add(least)
-        for place in range(max((len(row.strategies) for row in table.rows), default=0)):  # the modes are the first
+        for place in range(
+            max((len(row.strategies) for row in table.rows), default=0)
+        ):  # modes come first in the lists
             self.add(tuple(min(place, len(row.strategies) - 1) for row in table.rows))
         self.add(full)
         self.add(by_saved(table, UNBOUNDED))
@@ -174,7 +178,7 @@ class Choices:
             if not 0 < over < math.inf:
                 break
             target = min(target, self.predicted[chosen]) - over  # the prediction was too low
-        if over > 0:  # the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart
+        if over > 0:  # look for the lowest peak, also among the cheapest choices for STEPS evenly spaced bounds
             for i in range(STEPS):
                 self.add(by_saved(table, self.low + (self.high - self.low) * i // (STEPS - 1)))
             table.measured(min(self.able(), key=lambda key: self.predicted[key]))
@@ -216,7 +220,7 @@ class Search:
             if best is not None and choices.table.cost_of(chosen) > CHEAPER * cost:
                 break
             best, cost = (choices, chosen), choices.table.cost_of(chosen)
-            # could a smaller workspace make it cheaper? As if it took nothing
+            # skip smaller workspaces if even one of 0 bytes would not make it cheaper
             table, wanted = choices.table, CHEAPER * cost
             if sum(map(min, table.times())) > wanted:
                 break

@@ -38,7 +38,7 @@ class Strategy(NamedTuple):
 
 
 EAGER = "eager PyTorch"
-ORIGINAL = Strategy(EAGER)  # a region's forward before convert; it is measured, and cannot be set
+ORIGINAL = Strategy(EAGER)  # a region's forward before convert: measured, but cannot be set
 
 
 class Segment(NamedTuple):

@@ -21,9 +21,9 @@ from ..memory import format_size, three_digits
 from .segments import ORIGINAL, Segment, Strategy, Workspaces, check_step, in_strategies
 from .timing import Rates
 
-SHOWN = 8  # lines of what stands at a peak
+SHOWN = 8  # lines of tensors alive at a peak
 
-Choice = tuple[int, ...]  # the place of each region's strategy
+Choice = tuple[int, ...]  # index of each region's strategy
 
 
 class Held(NamedTuple):

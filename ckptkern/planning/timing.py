@@ -70,7 +70,7 @@ class Rates(NamedTuple):
     memory: int
 
 
-# Data sheets (SXM), and the parts of them that are reached, which are assumed: dense 16-bit 989 and 312 TFLOP/s, 0.7-0.87;
+# Data sheets (SXM) times assumed efficiencies: dense 16-bit 989 and 312 TFLOP/s, 0.7-0.87;
 # float32 67 and 19.5, 0.8; memory 4.8, 3.35 and 2.04 TB/s, 0.86-0.9; PCIe 5 and 4 x16, 64 and 32 GB/s, 0.8.
 RATES = {
     "h200": Rates(750e12, 54e12, 4.3e12, 51e9, 140 * 2**30),
@@ -97,7 +97,7 @@ class Roofline(TorchDispatchMode):
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
         self.flops += flops
         if self.rates is not None:
-            # of an op of ours the first may be the gradient of a loss, in float32
+            # all, because the first input of ckptkern's ops may be a loss's gradient in float32
             is_wide = all(t.dtype == torch.float32 for t in read if t.is_floating_point())
             nbytes = sum(t.nbytes for t in (*read, *written))
             rate = self.rates.float32 if is_wide else self.rates.matmuls

@@ -36,11 +36,11 @@ else:
 GradientSums = _C.GradientSums
 Precision = _C.Precision
 SegmentState = _C.SegmentState
-# observe(tensors) -> what observes a call, an `Observed`, and which of the tensors need a gradient, above NEEDS bits
+# observe(tensors) -> flags of a call (`Observed`), and above NEEDS bits which of the tensors need a gradient
 observe = _C.observe
-# asked() -> a byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None: all
+# asked() -> for each edge of the running autograd node, whether this backward pass wants its gradient; None: all of them
 asked = _C.asked
-# layer_fits(x, weight, bias, in_features) -> are they surely a linear layer's, on x's device?
+# layer_fits(x, weight, bias, in_features) -> whether they certainly form a linear layer on x's device
 layer_fits = _C.layer_fits
 NEEDS, MOST_NEEDS = 16, 48
 SavedTensors, Placeholder, Recompute, unpack_saved = _C.SavedTensors, _C.Placeholder, _C.Recompute, _C.unpack_saved
@@ -53,7 +53,7 @@ class Observed(IntFlag):
     MODES = 2  # of torch dispatch
     PROFILER = 4
     SUBCLASS = 8  # a tensor is neither a Tensor nor a Parameter
-    WRAPPED = 16  # a tensor is that of a torch.func transform, which may have ended
+    WRAPPED = 16  # a tensor belongs to a torch.func transform, which may have ended
     HOOKS = 32  # default hooks on saved tensors
     BACKWARD = 64  # the call is part of a backward pass
     MAIN_GRAD = 256  # a tensor has a main_grad
@@ -73,7 +73,7 @@ def draw(like: Tensor) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         return torch.randint(-(2**63), 2**63 - 1, (2,), device=like.device)
-    # Each draw gets an argument of its own: without it, AOT's CSE merges two draws of a graph into one.
+    # A separate argument for each draw: otherwise AOT's CSE merges two draws of a graph into one.
     return _rng_state_op(torch.empty(0, device=like.device))
 
 
@@ -103,7 +103,7 @@ def _keep_mask_vmap(info, in_dims, state: Tensor, *arguments: int) -> tuple[Tens
 
 
 _LOW = 0xFFFFFFFF
-AT_ONCE = 2**20  # elements of a mask that torch ops make at once, with 40 bytes each
+AT_ONCE = 2**20  # elements of a mask that torch ops compute at once, in 40 bytes each
 
 
 def _keep_mask_torch(

@@ -40,6 +40,6 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
         held = tuple(get(value, name) for name in names)
         empty = filled(value, (None,) * len(names))  # holds no tensor
         filled(empty, held)
-    except Exception:  # whatever a class's own methods raise: it is handed on as it is
+    except Exception:  # a class's own methods may raise anything; its object is then passed on unchanged
         return None
     return held, lambda held: filled(empty, held)

@@ -30,10 +30,10 @@ import torch
 
 VARIABLE, CHOICES = "CKPTKERN_EXTENSION", ("auto", "cached", "python", "required")
 NAME = "ckptkern._C"
-WAIT = 120.0  # seconds for another process, which builds
+WAIT = 120.0  # seconds to wait for another process that builds
 # -DNDEBUG, as Python's own flags have it: else checks of pybind11 abort where Python unwinds a thread. -g0: with debug
-# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is no link flag: the symbols then come from
-# the OpenMP runtime that torch ships, so that there is one thread pool and not two.
+# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is only a compile flag: the symbols come from
+# the OpenMP runtime that torch ships, so that there is only one thread pool.
 FLAGS = ["-O3", "-g0", "-DNDEBUG", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]
 HERE = Path(__file__).resolve().parent
 
@@ -43,7 +43,7 @@ def folder_of_sources() -> Path:
     return next(path for path in (HERE.parent / "csrc", HERE.parents[1] / "csrc") if path.is_dir())
 
 
-# in a process of its own, because torch's builder also loads what it has built
+# runs in another process, because torch's builder also loads what it builds
 BUILD = """
 import sys
 from torch.utils import cpp_extension
@@ -161,7 +161,7 @@ def built(again: bool = False) -> Path:
     if compiler() is None:
         raise Unavailable("there is no C++ compiler (c++ or g++, or $CXX)")
     path = os.environ.get("PATH", "")
-    if importlib.util.find_spec("ninja") is not None:  # of this Python, whose scripts may not be on PATH
+    if importlib.util.find_spec("ninja") is not None:  # this Python's scripts may not be on PATH
         import ninja
 
         path = os.pathsep.join([ninja.BIN_DIR, path])

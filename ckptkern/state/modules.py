@@ -19,14 +19,14 @@ from torch.utils.weak import TensorWeakRef
 SMALL = 64 * 1024  # bytes: what is copied, in case forward updates it
 FEW = 64  # items of a list or dict that are copied
 SCALARS = frozenset((type(None), bool, int, float, str))
-HOOKS = (  # what a module holds of its forward hooks and of how they are called
+HOOKS = (  # attributes with a module's forward hooks and how they are called
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )  # fmt: skip
 DICTS = frozenset((*HOOKS, "_modules"))
 TABLES = ("_parameters", "_buffers", "_modules")
 EXACT = (Tensor, nn.Parameter)
-ABSENT = object()  # what is not held
+ABSENT = object()  # marks a missing value
 _KEYS = _C.DispatchKey
 _OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
 
@@ -114,7 +114,9 @@ def is_saved(value: Any) -> bool:
     """Returns whether an attribute with this value is restored."""
     if type(value) in SCALARS or is_of(value, Tensor):
         return True
-    return are_scalars(value) if isinstance(value, tuple) else is_container(value) and value != {}  # {}: of hooks
+    return (
+        are_scalars(value) if isinstance(value, tuple) else is_container(value) and value != {}
+    )  # an empty dict holds hooks
 
 
 class Space:
@@ -155,7 +157,7 @@ class Entry:
         space, x = self.space, self.tensor
         if self.items and not is_there:
             return self.value.copy()
-        # What a norm that the call may not run has updated, or one that moves no version, is not to be updated twice.
+        # Statistics must not be updated twice: by a norm that the call may not run, or one whose updates move no version.
         is_statistic = x is not None and space.norm and (space.own or space.updated) and is_plain(x)
         if x is None or not (self.before is not None or is_statistic or self.is_lost()):
             return self.value
@@ -173,9 +175,9 @@ class ModuleState:
         self.values, self.settled = values, False
         self.generators: list[torch.Generator] = []
         self.roots: list[nn.Module] = []
-        self.attributes: list[tuple[Space, type, int]] = []  # of each module, with its class and their number
+        self.attributes: list[tuple[Space, type, int]] = []  # attributes of each module, its class, and their number
         self.entries: list[Entry] = []
-        self.containers: list[tuple[Any, Any]] = []  # and their copies
+        self.containers: list[tuple[Any, Any]] = []  # (container, copy)
         self.seen: set[int] = set()
         self.copies: dict[int, Any] = {}
 
@@ -210,7 +212,7 @@ class ModuleState:
         for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
             tables = {}
-            for name in TABLES:  # of a ScriptModule they are no attributes
+            for name in TABLES:  # a ScriptModule does not have them as attributes
                 tables[name] = attributes[name] if name in attributes else getattr(module, name)
             norm = attributes.get("training") is True and is_of(module, _NormBase)
             for name, value in tables["_parameters"].items():
@@ -241,7 +243,7 @@ class ModuleState:
 
     def add_cell(self, cell: CellType) -> None:
         value = item(cell, None)
-        if value is not ABSENT and self.is_new(cell):  # else it is not filled yet
+        if value is not ABSENT and self.is_new(cell):  # an ABSENT cell is not filled yet
             self.add_entry(Space(cell, None, "cell"), None, value)
 
     def add_tensor(self, captured: Tensor) -> None:
@@ -321,7 +323,7 @@ class ModuleState:
                 if now is not before and (exchanged or exchangeable(now, before, space.kind == "parameters")):
                     try:
                         put(space.object, name, before)
-                    except Exception as error:  # the others are put back all the same
+                    except Exception as error:  # the others are still restored
                         told = dict(
                             exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=name
                         )

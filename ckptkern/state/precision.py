@@ -93,8 +93,8 @@ SETTINGS = (
 )
 READS = tuple(setting.read for setting in SETTINGS)
 
-# Guards of all threads that may have to write something back, oldest first: what each overwrote, by its place in SETTINGS, and
-# (cuda, all) as the last. Whatever the order in which they leave, the process ends with the settings from before the first.
+# What each open guard of any thread overwrote, by index in SETTINGS with (cuda, all) last; oldest guard first. In whatever
+# order they exit, the process ends with the settings from before the first.
 CUDA_ALL = len(SETTINGS)
 LOCK = threading.Lock()
 _debts: list[dict[int, Any]] = []
@@ -143,7 +143,7 @@ def exit_process(debt: dict[int, Any]) -> None:
         (place,) = (i for i, other in enumerate(_debts) if other is debt)
         if place == len(_debts) - 1:
             repay(debt)
-        else:  # a younger guard of another thread is still open: it writes back for this one
+        else:  # a younger guard of another thread is still open, and will restore these too
             _debts[place + 1] |= debt
         del _debts[place]
 
@@ -194,7 +194,7 @@ class Precision:
         _, outer, debt = frames.pop()
         if outer is not None:
             set_autocast(outer)
-        # The cache of cast weights does not outlive the outermost region: autograd's thread is in none, and would hold them.
+        # The outermost region clears the cache of cast weights: autograd's thread is in no autocast, and would hold them.
         if any(self.autocast[0]) and _C.autocast_decrement_nesting() == 0:
             _C.clear_autocast_cache()
         if debt is not None:

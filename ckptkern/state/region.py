@@ -42,7 +42,7 @@ def drawn(sample: Callable[[], Tensor], depth: int | None = None) -> Tensor:
     if repeats and place < len(draws):
         region[2] += 1
         return draws[place]
-    state = drawn(sample, depth - 1)  # a region that runs again inside another one's recompute
+    state = drawn(sample, depth - 1)  # this region runs again inside another region's recompute
     if not repeats:
         draws.append(state)
     return state
@@ -78,8 +78,8 @@ class _Saved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, root, tensors):
-        ctx.save_for_backward(*tensors)  # in a list: they are no inputs, to which an edge would lead
-        return Tensor._make_subclass(Tensor, _EMPTY)  # which modes do not see
+        ctx.save_for_backward(*tensors)  # in a list, so that they are not inputs with edges
+        return Tensor._make_subclass(Tensor, _EMPTY)  # invisible to modes
 
 
 _EMPTY, _ROOT = torch.empty(0, device="cpu"), torch.empty(0, device="cpu", requires_grad=True)
@@ -89,7 +89,7 @@ def saved(tensors: list[Tensor]) -> Tensor:
     """Saves tensors in a node that lives as long as the returned tensor. Their hooks run as the caller's code does."""
     if torch.is_grad_enabled():
         return _Saved.apply(_ROOT, tensors)
-    with torch.enable_grad():  # not in any case: modes of torch functions see it
+    with torch.enable_grad():  # only if needed: torch function modes see it
         return _Saved.apply(_ROOT, tensors)
 
 
@@ -106,9 +106,9 @@ class SegmentState:
     ):
         self.precision, self.modules, self.modes = Precision(), ModuleState(values), function_modes()
         self.generators: list[torch.Generator] = []
-        self.tensors: list[Tensor] = []  # each once: mha(x, x, x) gets one x again
-        self.known: dict[int, int] = {}  # their places
-        self.caches: list[tuple[int, TensorWeakRef, int]] = []  # places, and versions before forward
+        self.tensors: list[Tensor] = []  # each once: the recompute of mha(x, x, x) gets one x
+        self.known: dict[int, int] = {}  # id -> index in tensors
+        self.caches: list[tuple[int, TensorWeakRef, int]] = []  # index, tensor, version before forward
         with _C.DisableTorchFunction():
             if own is not None:
                 self.modules.add_module(own, own=True)
@@ -142,7 +142,7 @@ class SegmentState:
         the object). depth: 0 for the tuple of arguments and the dict of keywords, 1 for an argument."""
         if depth > DEEPEST:
             raise RecursionError("the arguments of a region are nested more than 1000 deep")
-        if is_of(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
+        if is_of(value, Tensor) and not value.is_inference():  # autograd cannot save inference tensors
             place = self.known.setdefault(id(value), len(self.tensors))
             if place == len(self.tensors):
                 self.tensors.append(value)

@@ -40,7 +40,7 @@ class SavedTensors:
         leaf = x._base if x._is_view() else x
         if leaf.is_leaf and (leaf.requires_grad or type(leaf) is nn.Parameter):
             known = self.watched.get(id(leaf))
-            if known is None or known[0]() is not leaf:  # of another tensor, which is gone
+            if known is None or known[0]() is not leaf:  # the entry belongs to a tensor that is gone
                 self.watch(leaf)
         if self.compares:
             self._metadata.append((x.shape, x.dtype, x.device))
@@ -141,7 +141,7 @@ class Recompute:
     """Runs a region again for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor.
     count: tensors saved so far. different: [(place, tensor)] whose metadata differ from forward's."""
 
-    fresh = 0  # references that a tensor has which Python has not seen, as `pack` counts them
+    fresh = 0  # reference count, in `pack`, of a tensor that Python has not seen before
 
     def __init__(self, segment: SavedTensors, key: int, stop: type[Exception]):
         self.segment, self.key, self.stop = segment, key, stop
@@ -152,8 +152,8 @@ class Recompute:
     @unseen
     def pack(self, x: Tensor) -> Tensor:
         """Hands x, detached, to the placeholder at its place: the recompute's pack hook."""
-        # Inputs are packed before the kernel of their op runs, so that ending there skips the kernel. Not where x is what the
-        # kernel gave, which would save nothing. And not before the kernel has filled an input, as that of rrelu fills its noise
+        # Inputs are packed before their op's kernel runs, so that stopping there skips the kernel. Do not stop if x is the
+        # kernel's output, which would save nothing, or if the kernel has yet to fill an input, as rrelu's fills its noise
         # (pytorch#193671): Python has not seen such a tensor.
         now, segment, place = _C._autograd._get_sequence_nr(), self.segment, self.count
         self.references = sys.getrefcount(x)
@@ -201,11 +201,11 @@ def executes(node: Any) -> tuple[bool, bool]:
     """Returns whether the running backward pass wants this node's gradient, and whether it certainly leaves others out."""
     try:
         return _C._will_engine_execute_node(node), False
-    except RuntimeError:  # torch.autograd.grad of this leaf
+    except RuntimeError:  # raised in torch.autograd.grad of this leaf
         return True, True
 
 
-_left_out: tuple[int, frozenset[int]] = -1, frozenset()  # by the last backward pass that was looked at
+_left_out: tuple[int, frozenset[int]] = -1, frozenset()  # the last backward pass examined, and its result
 
 
 def left_out() -> frozenset[int]:
@@ -215,7 +215,7 @@ def left_out() -> frozenset[int]:
     task, node = _C._current_graph_task_id(), _C._current_autograd_node()
     if task == -1 or node is None:
         return frozenset()
-    looked_at, leaves = _left_out  # at once: another thread's pass may be next
+    looked_at, leaves = _left_out  # read at once: another thread may write it
     if task != looked_at:
         pending, seen, ids = [node], {node}, set()
         for visited in pending:
@@ -253,9 +253,9 @@ class GradientSums:
 
     def __init__(self) -> None:
         self.since = _C._autograd._get_sequence_nr()
-        self.nodes: list[Any] = []  # that send
-        self.senders: dict[tuple[Any, int], set[int]] = {}  # by the place outside, places in `nodes`
-        self.sums: dict[tuple, _Sum] = {}  # by the place and the backward pass
+        self.nodes: list[Any] = []  # that send gradients
+        self.senders: dict[tuple[Any, int], set[int]] = {}  # (node outside, input) -> indices in `nodes`
+        self.sums: dict[tuple, _Sum] = {}  # by (node, input) and backward pass
 
     def redirect(self, output: Tensor) -> None:
         """Registers the hooks of a chunk. output: the chunk's."""

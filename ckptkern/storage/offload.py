@@ -153,7 +153,7 @@ class _Lane:
                 flight, copy.back = copy.back or self.bring(copy.buffer, self.stream()), None
                 flight.join(self.stream())
                 resident = flight.resident
-            # start the copies that backward wants next: those put before this one, latest first
+            # prefetch what backward wants next: the tensors stored before this one, latest first
             before = (self.copies.get(n) for n in range(copy.number - 1, max(copy.number - 65, -1), -1))
             window = list(
                 itertools.islice(

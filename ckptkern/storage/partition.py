@@ -11,7 +11,7 @@ from torch import Tensor
 from ..bits import checksum
 from .store import MIN_BYTES, Chained, Store
 
-Share = tuple[object, int, torch.dtype]  # what the next store returned for it; bytes and dtype of the whole
+Share = tuple[object, int, torch.dtype]  # (result of the next store, bytes and dtype of the whole tensor)
 
 
 class partition(Chained):

@@ -64,8 +64,8 @@ class _Parts:
         symbolic = any(not isinstance(n, int) for n in self.size)
         for name, part in self.parts.items():
             if isinstance(part, Tensor):
-                # A size that is a symbol (a jagged tensor's) belongs to one part, by which the class finds it again: by the
-                # offsets' or lengths' identity. A copy of them would be those of a tensor of another shape.
+                # A symbolic size (a jagged tensor's) belongs to the identity of its offsets or lengths: with a copy of them the
+                # tensor would have another shape.
                 itself = symbolic and not (part.is_floating_point() or part.is_complex())
                 self.parts[name] = _stay(part, itself=True) if itself else pack(part)
         self.wrapper: Tensor | None = tensor.detach()
@@ -73,7 +73,7 @@ class _Parts:
             for name, part in self.parts.items():
                 if isinstance(part, (_Parts, _View)):
                     setattr(self.wrapper, name, None)
-        except AttributeError:  # the class does not let go of it: better unchecked than held
+        except AttributeError:  # the class cannot drop the part: leave it unchecked rather than hold it
             self.wrapper = None
 
     def unpack(self) -> Tensor:
@@ -135,7 +135,7 @@ def dense_run(tensor: Tensor) -> Place:
     axes.sort(reverse=True)
     size, stride = tuple(n for _, n in axes), tuple(s for s, _ in axes)
     span = 1 + sum((n - 1) * s for s, n in axes)
-    return ((span,), (1,)) if span <= math.prod(size) else (size, stride)  # less: the rows overlap
+    return ((span,), (1,)) if span <= math.prod(size) else (size, stride)  # a shorter span means overlapping rows
 
 
 class Store:
@@ -182,7 +182,7 @@ class Store:
         return True
 
     def __enter__(self) -> Store:
-        runs = weakref.WeakValueDictionary()  # per block: in another one an equal version may mean other values
+        runs = weakref.WeakValueDictionary()  # per `with`: in another one an equal version may mean other values
         pack, unpack = functools.partial(self._pack, runs), operator.methodcaller("unpack")
         if "torch._dynamo" in sys.modules:  # after a graph break here Dynamo would compile the hooks
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)

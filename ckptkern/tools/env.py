@@ -123,13 +123,13 @@ def _launchers() -> dict[str, str]:
         built = "one for all kernels, once"
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
     scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, which Triton replaces, too
+    if scheme == "posix_local":  # Debian's scheme, which Triton also replaces
         scheme = "posix_prefix"
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     return {
         "built": built,
         "compiler": compiler or "none: no gcc or clang on PATH, and CC is not set; kernels cannot be launched on a GPU",
-        # without paths where all is well, because env.json is published
+        # no paths unless something is wrong, because env.json is published
         "Python.h": "found" if header.exists() else f"none in {header.parent}: install Python's development package",
     }
 

@@ -107,7 +107,7 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
             sys.path.insert(0, str(path.parent))
             spec = importlib.util.spec_from_file_location(path.stem, path)
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # classes of it are found when they are pickled
+            sys.modules[path.stem] = module  # so that its classes can be pickled
             spec.loader.exec_module(module)
     else:
         sys.path.insert(0, "")

@@ -24,7 +24,7 @@ from ..ops.dispatch import choices as _choices
 from . import env
 
 Tensors = dict[str, Tensor]
-Result = tuple[str, str | None]  # what was checked, what is wrong with it
+Result = tuple[str, str | None]  # the check, and its fault or None
 
 TOKENS, FEATURES, HIDDEN, OUT = 72, 48, 80, 56
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 
 SIZES = {"features": FEATURES, "hidden": HIDDEN, "out": OUT}
-LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # of each op: their names, and the sizes of results and inputs
+LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # op -> name -> sizes of outputs and inputs
     "linear_act": {"": ("out", "features")},
     "linear_stack": {"0.": ("hidden", "features"), "1.": ("hidden", "hidden"), "2.": ("out", "hidden")},
     "mlp": {"fc1_": ("hidden", "features"), "fc2_": ("out", "hidden")},
@@ -81,7 +81,7 @@ def _stack(act: Callable, t: Tensors) -> Tensor:
     return x
 
 
-# The ops in PyTorch's own, of inputs by name.
+# The ops in PyTorch's own functions, from inputs by name.
 PLAIN: dict[str, Callable[[Callable, Tensors], Tensor]] = {
     "linear_act": lambda act, t: act(_linear(t, "", t["x"])),
     "linear_stack": _stack,
@@ -227,7 +227,7 @@ def checks() -> Iterator[Iterator[Result]]:
     yield check_masks(backends)
     for device, backend in backends:
         yield check_dropout(device, backend)
-    # on a GPU also by default, where libraries run most matmuls
+    # on a GPU also the default backend, where libraries run most matmuls
     by_default = [("cuda", "auto")] if ("cuda", "triton") in backends else []
     for device, backend in (*backends, *by_default):
         dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (device == "cuda")

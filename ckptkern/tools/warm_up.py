@@ -74,7 +74,7 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
     try:
         from triton import knobs
         from triton.runtime import build
-    except ImportError:  # then there is none
+    except ImportError:  # without Triton there are no kernels
         yield compiled
         return
     before, builder, seen = knobs.compilation.listener, build._build, set()
@@ -112,12 +112,12 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
 def as_leaf(tensor: Tensor) -> Tensor:
     """Returns the input at its own address, on whose alignment kernels depend, without its graph and gradient."""
     leaf = as_input(tensor)
-    return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
+    return leaf if tensor.is_leaf else leaf.clone()  # a module may write into a tensor that is not a leaf
 
 
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Runs forward in training mode, and backward outside of autocast, as training does."""
-    if not model.training:  # a model in training may hold frozen parts, which stay so
+    if not model.training:  # only then: a model in training may have parts in evaluation
         model.train()
     results = differentiated(model(*args, **kwargs))
     if not any(tensor.requires_grad for tensor in results):
@@ -168,8 +168,8 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:
-        torch.clear_autocast_cache()  # of casts whose graph the step's backward freed
-    for name, parameter, version in versions:  # a copy of all would take their memory once more
+        torch.clear_autocast_cache()  # the cached casts belong to a graph that backward freed
+    for name, parameter, version in versions:  # versions, because copies would take the parameters' memory again
         if parameter._version != version:
             raise RuntimeError(
                 f"warm_up: the step changed the parameter {name} in place, which warm_up cannot undo. "
