@@ -390,8 +390,8 @@ def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tupl
     """(the largest logits [M], their classes [M]) of those of slices [slices, M], where w's first row is class `first`."""
     if not len(largest):
         return largest.new_full(largest.shape[1:], float("-inf")), largest.new_full(largest.shape[1:], first)
-    largest, one = largest.max(0)
-    return largest, classes.gather(0, one[None])[0] + first
+    largest, index = largest.max(0)
+    return largest, classes.gather(0, index[None])[0] + first
 
 
 def cross_entropy_fwd(
@@ -416,17 +416,17 @@ def cross_entropy_fwd(
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w, b, class_weight, target = (rows_of(one) for one in (x, w, b, class_weight, target))
+    x, w, b, class_weight, target = (rows_of(tensor) for tensor in (x, w, b, class_weight, target))
     tile = tile or tile_for("cross_entropy_fwd", arch_of(x), M, V, x, w)
-    made = dict(dtype=torch.float32, device=x.device)
+    options = dict(dtype=torch.float32, device=x.device)
     slices = triton.cdiv(V, tile.BLOCK_N // tile.SUB)
-    parts = torch.empty((slices, M), **made)
+    parts = torch.empty((slices, M), **options)
     wz, entropies, largest, classes = (
-        torch.empty((slices, M), **made) if wanted else None for wanted in (weighted, entropy, arg_max, arg_max)
+        torch.empty((slices, M), **options) if wanted else None for wanted in (weighted, entropy, arg_max, arg_max)
     )
-    z_t = torch.zeros(M, **made)
+    z_t = torch.zeros(M, **options)
     saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
-    z = torch.empty((M, -(-V // 256) * 256), **made)[:, :V] if logits else None
+    z = torch.empty((M, -(-V // 256) * 256), **options)[:, :V] if logits else None
     if M and V:
         launch(
             _cross_entropy_fwd_kernel,
@@ -463,7 +463,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w, b, class_weight, target, lse = (rows_of(one) for one in (x, w, b, class_weight, target, lse))
+    x, w, b, class_weight, target, lse = (rows_of(tensor) for tensor in (x, w, b, class_weight, target, lse))
     tile = tile or tile_for("cross_entropy_bwd", arch_of(x), M, V, x, w)
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
@@ -495,7 +495,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
 def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
     """`cross_entropy_bwd` from forward's z_t and what it saved: saved [M, V] of a chunk that begins at its column `start`."""
     M, V = saved.shape
-    saved, z_t, class_weight, target, lse = (rows_of(one) for one in (saved, z_t, class_weight, target, lse))
+    saved, z_t, class_weight, target, lse = (rows_of(tensor) for tensor in (saved, z_t, class_weight, target, lse))
     parts = None if parts is None else parts.contiguous()
     width = slice_columns(saved)
     blocks = dict(BLOCK_M=32, BLOCK_N=width)

@@ -327,20 +327,20 @@ def row_sums(partials, wanted):
     One launch for all. torch.sum(dtype=) of float32 would round every partial sum first; and torch's own sum, in another order,
     would make one's bits depend on whether the other is wanted.
     """
-    given = [
+    pairs = [
         (partial, torch.float32 if dtype is True else dtype) for partial, dtype in zip(partials, wanted, strict=True)
     ]
-    some = [(partial, dtype) for partial, dtype in given if partial is not None]
+    some = [(partial, dtype) for partial, dtype in pairs if partial is not None]
     if not some:
         return list(partials)
-    sums = [None if partial is None else partial.new_empty(partial.shape[1:], dtype=dtype) for partial, dtype in given]
+    sums = [None if partial is None else partial.new_empty(partial.shape[1:], dtype=dtype) for partial, dtype in pairs]
     M, N = some[0][0].shape[0], math.prod(some[0][0].shape[1:])
     if N:
         launch(
             _sum_rows_kernel,
             (triton.cdiv(N, 32),),
             tuple(partial for partial, _ in some),
-            tuple(one for one in sums if one is not None),
+            tuple(total for total in sums if total is not None),
             M,
             N,
             BLOCK_M=64,

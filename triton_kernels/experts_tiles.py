@@ -65,9 +65,9 @@ def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: to
     if arch == INTERPRETER:
         return INTERPRETED_TILE
     tiles, sizes, addresses = TILES[kernel, family_of(arch)], 0, 0
-    for one in operands:
-        sizes |= one.shape[-1] | functools.reduce(operator.or_, one.stride()[:-1])
-        addresses |= one.data_ptr()
+    for operand in operands:
+        sizes |= operand.shape[-1] | functools.reduce(operator.or_, operand.stride()[:-1])
+        addresses |= operand.data_ptr()
     if sizes * x.itemsize % 16 or addresses % 16:
         return tiles["unaligned"]
     tile = tiles["32" if x.itemsize == 4 else "few" if rows < FEW_ROWS * experts else "16"]

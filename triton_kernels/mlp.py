@@ -510,7 +510,7 @@ def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=
     g and du over u."""
     M, N = dh.shape
     dh, g, u = rows_of(dh), rows_of(g), rows_of(u)
-    dg, du = (one if over_gu else torch.empty((M, N), dtype=dh.dtype, device=dh.device) for one in (g, u))
+    dg, du = (tensor if over_gu else torch.empty((M, N), dtype=dh.dtype, device=dh.device) for tensor in (g, u))
     h = (dh if over else torch.empty_like(dg)) if save_h else None
     blocks = blocks_of(dh)
     partial_g = block_sums(M, N, blocks, dh) if dbg else None

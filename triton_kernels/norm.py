@@ -195,7 +195,7 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype):
     """xn [M, D] in out_dtype, of x [M, D] and weight, bias [D] or None in any dtypes. kind: "layer" or "rms"."""
     M, D = x.shape
     x = rows_of(x)
-    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     xn = torch.empty((M, D), dtype=out_dtype, device=x.device)
     tile = row_tile(x)
     if M and D:

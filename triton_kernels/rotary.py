@@ -345,7 +345,7 @@ def _angles(cos, sin, B: int, S: int):
     """cos and sin as [B, S, R] with inner stride 1, their strides, and R."""
     if cos is None:
         return None, None, (0, 0, 0, 0), 0
-    cos, sin = (rows_of(one).expand(B, S, -1) for one in (cos, sin))
+    cos, sin = (rows_of(table).expand(B, S, -1) for table in (cos, sin))
     return cos, sin, (*cos.stride()[:2], *sin.stride()[:2]), cos.shape[-1]
 
 
@@ -371,7 +371,7 @@ def heads_fwd(x, weight, eps: float, cos, sin, interleaved: bool = False, *, bia
     """
     B, S, H, D = x.shape
     y, x = _result(out, x.shape, x.dtype, x.device), rows_of(x)
-    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     cos, sin, angle_strides, R = _angles(cos, sin, B, S)
     if x.numel():
         tile = head_tile(D, R)

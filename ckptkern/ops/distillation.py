@@ -49,11 +49,11 @@ def models(tensors, o: LinearDistillationOptions) -> tuple[LinearDistillationOpt
     """(the options, whose workspace is what Frozen weights leave of it; the student's model and the teacher's, each with
     parameters in the dtype of its x and z = softcap tanh(x w^T / softcap) / temperature)."""
     o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
-    found = []
+    pair = []
     for cap, (x, w, b) in ((o.softcap, tensors[:3]), (o.teacher_softcap, tensors[3:6])):
         head = eager.Head(1.0 / o.temperature, cap / o.temperature)
-        found.append(eager.Model(rows_2d(x), cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), head))
-    return o, *found
+        pair.append(eager.Model(rows_2d(x), cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), head))
+    return o, *pair
 
 
 def of_entries(model: eager.Model, start: int, stop: int) -> eager.Model:
@@ -77,20 +77,20 @@ class LinearDistillation(Op):
 
         def divergence(start: int, stop: int) -> dict[str, Tensor]:
             pair = (model._replace(x=model.x[start:stop]) for model in (student, teacher))
-            found = eager.divergence_fwd(*pair, o.beta)
-            return {name: one for name, one in found._asdict().items() if one is not None}
+            result = eager.divergence_fwd(*pair, o.beta)
+            return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
 
         buffers = 4 if 0 < o.beta < 1 else 3
         per_token = buffers * eager.wide_of(student.x.dtype).itemsize * student.w.shape[0]
-        made = by_chunks(token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS), divergence)
-        y = made.pop("value")
-        return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), made
+        results = by_chunks(token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS), divergence)
+        y = results.pop("value")
+        return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), results
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         mask, (o, student, teacher) = tensors[MASK], models(tensors, o)
         dtype, (M, d), V = student.x.dtype, student.x.shape, student.w.shape[0]
-        found = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
+        statistics = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
         ignored = None if mask is None else ~mask.reshape(-1)
         narrow = int(dtype != dy.dtype)
         held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
@@ -99,10 +99,10 @@ class LinearDistillation(Op):
 
         def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
-            return eager.divergence_bwd(*pair, o.beta, found, dy, ignored, dz, db=db)
+            return eager.divergence_bwd(*pair, o.beta, statistics, dy, ignored, dz, db=db)
 
-        chunks, given = vocabulary_chunks(V, transient, o.workspace), (tensors[W], student.w, tensors[B])
-        grads = head_gradients(write, tensors[X], student.x, *given, dy, dtype, needs, chunks)
+        chunks, parameters = vocabulary_chunks(V, transient, o.workspace), (tensors[W], student.w, tensors[B])
+        grads = head_gradients(write, tensors[X], student.x, *parameters, dy, dtype, needs, chunks)
         return *grads, None, None, None, None
 
     @staticmethod
@@ -118,7 +118,7 @@ class LinearDistillation(Op):
             return log_p if b is None else log_p.clamp_min(torch.finfo(z.dtype).min)
 
         log_q = log_probabilities(x, w, b, o.softcap)
-        teacher_x, *parameters = (None if one is None else one.detach() for one in teacher)
+        teacher_x, *parameters = (None if tensor is None else tensor.detach() for tensor in teacher)
         teacher_x = teacher_x.to(torch.promote_types(teacher_x.dtype, log_q.dtype))
         log_p = log_probabilities(teacher_x, *parameters, o.teacher_softcap).to(log_q.dtype)
         y = divergence(log_p, log_q, o.beta).sum(1)
@@ -211,7 +211,7 @@ def linear_distillation(
         backend=choose_backend(NAME, x, "there is no kernel of it"),
         workspace=choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
     )
-    frozen = (None if one is None else one.detach() for one in (teacher, teacher_weight, teacher_bias))
+    frozen = (None if tensor is None else tensor.detach() for tensor in (teacher, teacher_weight, teacher_bias))
     losses = apply(o, x, student_weight, student_bias, *frozen, mask)
     return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), lead)
 
@@ -305,7 +305,7 @@ def linear_topk_distillation(
     )
     log_q = public(results, lead)["log_probs"].view(padding.shape)
     both = teacher_log_probs.detach().to(log_q.dtype), log_q
-    log_p, log_q = (distribution(one, padding, add_tail_bucket) for one in both)
+    log_p, log_q = (distribution(log_probs, padding, add_tail_bucket) for log_probs in both)
     losses = divergence(log_p, log_q, beta).sum(-1).view(-1)
     return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), lead)
 

@@ -136,8 +136,8 @@ class ExpertsBranch:
         if "down" in self.updates:
             self.updates["down"].add(p, y, h, groups)
         h = None
-        made = {"y": p.experts_combine(y, s, groups)}
-        return made | {"gu": gu.view(x.shape[0], groups.top_k * self.w.shape[1])} if save_gu else made
+        outputs = {"y": p.experts_combine(y, s, groups)}
+        return outputs | {"gu": gu.view(x.shape[0], groups.top_k * self.w.shape[1])} if save_gu else outputs
 
     def backward(
         self,
@@ -165,19 +165,19 @@ class ExpertsBranch:
         if gu is None and any(wanted.values()) and (self.updates or not (wanted["dgu"] or wanted["ds"])):
             gu = self.gate_up(x, groups)
         if wanted["dgu"] or wanted["ds"]:
-            given = groups, o.activation, o.precision
+            arguments = groups, o.activation, o.precision
             if gu is None:
-                hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *given, **wanted)
+                hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *arguments, **wanted)
             else:
                 added = None if du is None else update.input_gradient(p, du, groups)
-                hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *given, added=added, **wanted)
+                hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *arguments, added=added, **wanted)
         elif wanted["hs"]:  # forward's h, without the matmul that gives its gradient
             h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
             hs = (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype)
         gu = h = added = None
-        made = {}
+        gradients = {}
         if "s" in need:
-            made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
+            gradients["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
             sums["down_weight"].add(dy, hs, groups, "a")
         # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
@@ -206,15 +206,15 @@ class ExpertsBranch:
             dgu = None
             if du is not None:
                 rows.add_(update.input_gradient(p, du, groups))
-            made["dx"] = p.experts_combine(rows, None, groups)
-        return made
+            gradients["dx"] = p.experts_combine(rows, None, groups)
+        return gradients
 
     def row_bytes(self, top_k: int) -> int:
         """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
         d, N, size = *self.wd.shape[1:], self.dtype.itemsize
         pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
         if self.updates:  # g and u with their update beside them; the tokens' rows; u and du
-            pair += size * (4 * N + d + 2 * max(one.a.shape[1] for one in self.updates.values()))
+            pair += size * (4 * N + d + 2 * max(update.a.shape[1] for update in self.updates.values()))
         token = 2 * d * max(size, 4)
         if self.o.backend == "eager":
             # one expert may have all: its rows, g, u, act(g), h, dh and steps between, or float32 copies
@@ -279,13 +279,13 @@ class Experts(Op):
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
             own = [None if t is None else t[part] for t in (rows, x, index, weights, saved.get("gu"))]
-            made = branch.backward(*own, eager.route(own[2], len(branch.w)), need, sums)
-            return made | {"ds": cast_parameter(made["ds"], s.dtype)} if "ds" in made else made
+            gradients = branch.backward(*own, eager.route(own[2], len(branch.w)), need, sums)
+            return gradients | {"ds": cast_parameter(gradients["ds"], s.dtype)} if "ds" in gradients else gradients
 
-        made = by_chunks(chunks, of_tokens)
-        grads = {name: one.result() for name, one in sums.items()}
-        grads |= {"s": made["ds"].view(s.shape)} if "s" in need else {}
-        grads |= {"x": unflattened(made["dx"], dy)} if "x" in need else {}
+        gradients = by_chunks(chunks, of_tokens)
+        grads = {name: total.result() for name, total in sums.items()}
+        grads |= {"s": gradients["ds"].view(s.shape)} if "s" in need else {}
+        grads |= {"x": unflattened(gradients["dx"], dy)} if "x" in need else {}
         return in_order(grads, ExpertsTensors, needs)
 
     @staticmethod

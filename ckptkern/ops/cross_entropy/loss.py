@@ -258,10 +258,10 @@ def selected_log_probs(
         ignore_index=ignore_index,
         logit_scale=1.0 / temperature,
     )
-    found = public(results, hidden.shape[:-1])
+    outputs = public(results, hidden.shape[:-1])
     if tokens.dim() == hidden.dim():
-        found["log_probs"] = found["log_probs"].view(tokens.shape)
-    return TokenLogProbs(**found) if return_entropy else found["log_probs"]
+        outputs["log_probs"] = outputs["log_probs"].view(tokens.shape)
+    return TokenLogProbs(**outputs) if return_entropy else outputs["log_probs"]
 
 
 def token_results(
@@ -363,16 +363,16 @@ def check_top_k(k: int, classes: int | None) -> None:
 def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool) -> None:
     """selected_log_probs takes k targets of a token, too."""
     check_tensor(op, name, target, x, floating=False)
-    wanted, what = tuple(x.shape[:-1]), "a class for each token, as input without its features"
+    wanted, meaning = tuple(x.shape[:-1]), "a class for each token, as input without its features"
     if probabilities:
-        wanted, what = (*wanted, w.shape[0]), "probabilities of classes, (..., classes)"
+        wanted, meaning = (*wanted, w.shape[0]), "probabilities of classes, (..., classes)"
     elif target.dtype != torch.int64:
         either = ", or floating point for probabilities" if op == NAME else ""
         raise DtypeError(f"{op}: {name} must be int64{either}, not {target.dtype}")
     elif op != NAME and target.dim() == x.dim() and target.shape[-1]:
         wanted = (*wanted, target.shape[-1])
     if tuple(target.shape) != wanted:
-        raise ShapeError(f"{op}: {name} must have shape {wanted}, {what}, but has {tuple(target.shape)}")
+        raise ShapeError(f"{op}: {name} must have shape {wanted}, {meaning}, but has {tuple(target.shape)}")
 
 
 def reduced(
@@ -399,10 +399,10 @@ def reduced(
         loss = loss + z_loss * reduced_over(results.lse_squared, reduction, count, lead)
     if is_alone:
         return loss
-    found = public(results, lead)
+    outputs = public(results, lead)
     if results.accuracy is not None and reduction != "none":
-        found["accuracy"] = found["accuracy"].sum() / count
-    return CrossEntropyOutput(loss, *(found.get(one) for one in CrossEntropyOutput._fields[1:]))
+        outputs["accuracy"] = outputs["accuracy"].sum() / count
+    return CrossEntropyOutput(loss, *(outputs.get(name) for name in CrossEntropyOutput._fields[1:]))
 
 
 def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
@@ -414,18 +414,18 @@ def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: to
 
 def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
     """Those that are there, by name, of the leading shape; without a graph if nothing is computed of their gradients."""
-    found = {}
-    for name, one in results._asdict().items():
-        if one is None:
+    outputs = {}
+    for name, tensor in results._asdict().items():
+        if tensor is None:
             continue
-        one = one if name in DIFFERENTIABLE else one.detach()
+        tensor = tensor if name in DIFFERENTIABLE else tensor.detach()
         if name == "top_k":
-            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in one.chunk(2))
-            found[name] = TopK(log_probs, indices.to(torch.int64))
+            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in tensor.chunk(2))
+            outputs[name] = TopK(log_probs, indices.to(torch.int64))
         else:
-            one = one.to(torch.int64) if name == "arg_max" else one
-            found[name] = one.t().reshape(*lead, *one.shape[:-1])
-    return found
+            tensor = tensor.to(torch.int64) if name == "arg_max" else tensor
+            outputs[name] = tensor.t().reshape(*lead, *tensor.shape[:-1])
+    return outputs
 
 
 # -- the loss of all tokens with its gradients formed in forward: three matmuls, and no logits saved
@@ -462,7 +462,7 @@ class SumOfLosses(torch.autograd.Function):
         with torch._C._DisableAutocast():
             loss, *grads = loss_and_gradients(o, tensors, needs)
         ctx.options, ctx.precision, ctx.weight = o, state.Precision(), tensors[1]
-        ctx.dtypes = [None if one is None else one.dtype for one in tensors[:3]]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[:3]]
         x, *others = tensors
         ctx.save_for_backward(x if needs[1] else None, *others, *grads)  # a frozen weight lets go of x
         return loss
@@ -474,7 +474,7 @@ class SumOfLosses(torch.autograd.Function):
         if torch.is_grad_enabled():
             if tensors[0] is None:
                 LinearCrossEntropy.missing_input(dy, tensors, ctx.options)
-            wanted = [one for one, need in zip(tensors, needs, strict=False) if need]
+            wanted = [tensor for tensor, need in zip(tensors, needs, strict=False) if need]
             # those of the loss of each token, whose logits are recomputed, without a low-rank update
             with ctx.precision:
                 loss = apply(ctx.options._replace(recompute="full"), *tensors, None, None, None)[0].sum()
@@ -486,10 +486,10 @@ class SumOfLosses(torch.autograd.Function):
         if main is not None:
             main.addcmul_(grads[1], scale.to(grads[1].dtype))
             ctx.weight.grad_added_to_main_grad, needs = True, (needs[0], False, needs[2])
-        found: list[Tensor | None] = []
+        scaled: list[Tensor | None] = []
         for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True):
-            found.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None)
-        return (None, *found, None, None)
+            scaled.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None)
+        return (None, *scaled, None, None)
 
 
 def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tensor | None) -> float:
@@ -517,19 +517,19 @@ def loss_and_gradients(
 
     def of_tokens(start: int, stop: int) -> None:
         here, mine = rows[start:stop], target[start:stop]
-        made = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
-        sums, s = Sums(mine, weights, o, V), made.statistics
+        outputs = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
+        sums, s = Sums(mine, weights, o, V), outputs.statistics
         losses[start:stop] = sums.results(s, o.results)[0]
         units = torch.full_like(s.lse, unit_of(o, x.dtype, weights))
         gradients = sums.gradients(TokenResults(loss=units), s.lse, None)
-        given = made.logits, made.parts, s.z_t, 0, mine, per_class, s.lse, gradients, head
-        part = p.cross_entropy_saved_bwd(*given, made.logits, db=needs[2])
+        arguments = outputs.logits, outputs.parts, s.z_t, 0, mine, per_class, s.lse, gradients, head
+        part = p.cross_entropy_saved_bwd(*arguments, outputs.logits, db=needs[2])
         if needs[2]:
             db.add_(part)
         if needs[1]:
-            eager.upcast_matmul(made.logits.t(), here, out=dw, add=True)
+            eager.upcast_matmul(outputs.logits.t(), here, out=dw, add=True)
         if needs[0]:
-            eager.upcast_matmul(made.logits, w, out=dx[start:stop])
+            eager.upcast_matmul(outputs.logits, w, out=dx[start:stop])
 
     narrow = x.dtype.itemsize if x.dtype != wide else 0
     of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # what a token of a chunk holds at most

@@ -120,14 +120,14 @@ class UpdatedHead:
         return torch.cat([self.inner(*chunk) for chunk in self.chunks()])
 
     def write_gradient(
-        self, part: slice, bias: Tensor | None, given: Sequence[Any], head: eager.Head, dz: Tensor, db: bool
+        self, part: slice, bias: Tensor | None, arguments: Sequence[Any], head: eager.Head, dz: Tensor, db: bool
     ):
         """`cross_entropy_bwd` of some rows of w, in chunks of tokens; given: target, class weights, lse and gradients."""
-        target, class_weight, lse, gradients = given
+        target, class_weight, lse, gradients = arguments
         weights, total = self.weights(part.start, part.stop), None
         for start, stop in self.chunks():
             here = slice(start, stop)
-            of_tokens = type(gradients)(*(None if one is None else one[here] for one in gradients))
+            of_tokens = type(gradients)(*(None if gradient is None else gradient[here] for gradient in gradients))
             sums = self.p.cross_entropy_bwd(
                 self.inputs(start, stop),
                 weights,
@@ -188,7 +188,7 @@ def statistics_of(
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
 
     def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
-        made = p.cross_entropy_fwd(
+        outputs = p.cross_entropy_fwd(
             rows[start:stop] if updated is None else updated.inputs(start, stop),
             w,
             b,
@@ -201,18 +201,20 @@ def statistics_of(
             arg_max="arg_max" in o.results,
             logits=holds,
         )
-        named = made.statistics._asdict() | {"logits": made.logits}
-        if made.parts is not None:
-            named["parts"] = made.parts.t()
+        named = outputs.statistics._asdict() | {"logits": outputs.logits}
+        if outputs.parts is not None:
+            named["parts"] = outputs.parts.t()
         if o.top_k:
-            values, classes = made.z.topk(min(o.top_k, V), 1)
+            values, classes = outputs.z.topk(min(o.top_k, V), 1)
             beside = (0, o.top_k - values.shape[1])  # where there are fewer classes
             named["top_z"] = F.pad(values, beside, value=-torch.inf)
             named["top_v"] = F.pad((classes + head.first).to(values.dtype), beside)
         if candidates is not None:
             columns, here = eager.target_columns(candidates[start:stop], head, V)
-            named["z_c"] = torch.where(here, made.z.gather(1, columns), 0) if V else made.z.new_zeros(columns.shape)
-        return {name: one for name, one in named.items() if one is not None}
+            named["z_c"] = (
+                torch.where(here, outputs.z.gather(1, columns), 0) if V else outputs.z.new_zeros(columns.shape)
+            )
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
     if keep and o.backend != "eager" and not holds:
@@ -239,14 +241,14 @@ def statistics_with_update(
     for their logits, at least CHUNK_ROWS tokens'."""
     half = None if o.workspace is None else o.workspace // 2
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
-    found, own = [], o._replace(workspace=half)
+    parts, own = [], o._replace(workspace=half)
     for start, stop in vocabulary_chunks(updated.w.shape[0], of_entry, half):
-        bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
+        bias, per_class = (None if tensor is None else tensor[start:stop] for tensor in (b, weights))
         others = bias, target, per_class, candidates, own, start, updated
-        found.append(
+        parts.append(
             statistics_of(updated.rows, updated.weights(start, stop), *others)
         )  # whose weights have no name here
-    return combined(TokenStatistics(**{name: torch.stack([one[name] for one in found]) for name in found[0]}))
+    return combined(TokenStatistics(**{name: torch.stack([part[name] for part in parts]) for name in parts[0]}))
 
 
 def head_gradients(
@@ -365,11 +367,13 @@ class LinearCrossEntropy(Op):
         if not o.group:
             check_targets(classes, V, o.ignore_index)
         if o.lora:
-            made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o)._asdict()
+            fields = statistics_with_update(
+                UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o
+            )._asdict()
         else:
-            made = statistics_of(rows, w, b, target, weights, candidates, o)
-        logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V
-        statistics = TokenStatistics(**made)
+            fields = statistics_of(rows, w, b, target, weights, candidates, o)
+        logits, parts, entries = fields.pop("logits", None), fields.pop("parts", None), V
+        statistics = TokenStatistics(**fields)
         if o.group:
             statistics, entries = gathered(statistics, V, o.group, o.size)
             check_targets(classes, entries, o.ignore_index)
@@ -417,17 +421,19 @@ class LinearCrossEntropy(Op):
             here = slice(o.vocab_start + start, o.vocab_start + stop)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
             per_class = weights[here] if weights is not None and o.label_smoothing else None
-            given = target, per_class, lse, gradients
+            arguments = target, per_class, lse, gradients
             bias = None if b is None else b[start:stop]
             # p and the candidates' gradients cancel where p is near 1: they meet before they are rounded
             apart = candidates is not None and dtype != wide
             out = lse.new_empty((M, dz.stride(0)))[:, : stop - start] if apart else dz
             if updated is not None:
-                total = updated.write_gradient(slice(start, stop), bias, given, head, out, db)
+                total = updated.write_gradient(slice(start, stop), bias, arguments, head, out, db)
             elif logits is None:
-                total = p.cross_entropy_bwd(rows, w[start:stop], bias, *given, head, out, db=db)
+                total = p.cross_entropy_bwd(rows, w[start:stop], bias, *arguments, head, out, db=db)
             else:
-                total = p.cross_entropy_saved_bwd(logits[:, start:stop], parts, z_t, start, *given, head, out, db=db)
+                total = p.cross_entropy_saved_bwd(
+                    logits[:, start:stop], parts, z_t, start, *arguments, head, out, db=db
+                )
             if candidates is not None:
                 columns, inside = eager.target_columns(candidates, head, stop - start)
                 out.scatter_add_(1, columns, torch.where(inside, of_candidates * o.logit_scale, 0))
@@ -437,17 +443,17 @@ class LinearCrossEntropy(Op):
             return total
 
         chunks = vocabulary_chunks(V, transient, workspace)
-        given = tensors[W], w, tensors[B]
-        grads = head_gradients(write, like, rows, *given, lse, dtype, needs, chunks, o.group, updated)
+        parameters = tensors[W], w, tensors[B]
+        grads = head_gradients(write, like, rows, *parameters, lse, dtype, needs, chunks, o.group, updated)
         of_update = (None, None) if updated is None else (updated.da, updated.db)
         return *grads, None, None, *of_update, None
 
     @staticmethod
-    def made_on_meta(x, made, o):
-        if made["parts"] is not None:
-            M, V = made["logits"].shape
-            made["parts"] = made["parts"].new_empty((primitives(o.backend).slice_count(x, V), M))
-        return made
+    def made_on_meta(x, saved, o):
+        if saved["parts"] is not None:
+            M, V = saved["logits"].shape
+            saved["parts"] = saved["parts"].new_empty((primitives(o.backend).slice_count(x, V), M))
+        return saved
 
     @staticmethod
     def reference(tensors, o):

@@ -41,15 +41,15 @@ CLASSES = 2**24  # a class that is a result is a number of the wide type
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
     """y [rows, M] by the names of its results, of which one may have several rows."""
     several, more = "top_k" if "top_k" in names else "log_probs", len(y) - len(names)
-    found, row = {}, 0
+    results, row = {}, 0
     for name in names:
         if name == several and more:
-            found[name] = y[row : row + more + 1]
+            results[name] = y[row : row + more + 1]
             row += more
         else:
-            found[name] = y[row]
+            results[name] = y[row]
         row += 1
-    return TokenResults(**found)
+    return TokenResults(**results)
 
 
 class Sums:
@@ -68,21 +68,21 @@ class Sums:
 
     def results(self, s: TokenStatistics, names: tuple[str, ...], candidates: Tensor | None = None) -> Tensor:
         """y [rows, M], 0 of ignored tokens and candidates."""
-        found = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
+        results = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
         if "loss" in names:
             loss = self.share * (s.lse - s.z_t)
-            found["loss"] = loss if s.wz is None else loss + (self.all * s.lse - self.even * s.wz)
+            results["loss"] = loss if s.wz is None else loss + (self.all * s.lse - self.even * s.wz)
         if "lse_squared" in names:
-            found["lse_squared"] = s.lse.square()
+            results["lse_squared"] = s.lse.square()
         if candidates is not None:
-            found["log_probs"] = (s.z_c - s.lse[:, None]).masked_fill(candidates == self.ignore_index, 0).t()
+            results["log_probs"] = (s.z_c - s.lse[:, None]).masked_fill(candidates == self.ignore_index, 0).t()
         elif "log_probs" in names:
-            found["log_probs"] = s.z_t - s.lse
+            results["log_probs"] = s.z_t - s.lse
         if "top_k" in names:
-            found["top_k"] = torch.cat([s.top_z.t() - s.lse, s.top_v.t()])
+            results["top_k"] = torch.cat([s.top_z.t() - s.lse, s.top_v.t()])
         if "accuracy" in names:
-            found["accuracy"] = (s.arg_max == self.target).to(s.lse.dtype)
-        return torch.vstack([found[name] for name in names]).masked_fill(self.target == self.ignore_index, 0)
+            results["accuracy"] = (s.arg_max == self.target).to(s.lse.dtype)
+        return torch.vstack([results[name] for name in names]).masked_fill(self.target == self.ignore_index, 0)
 
     def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
         """The coefficients of dz, of the gradients of results, by
@@ -119,19 +119,19 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
 
     One collective; ranks are combined in their order, so that all of them have equal bits.
     """
-    sent = {name: one for name, one in mine._asdict().items() if one is not None}
-    parts = torch.cat([*(one.reshape(-1) for one in sent.values()), mine.lse.new_full((1,), entries)])
+    sent = {name: tensor for name, tensor in mine._asdict().items() if tensor is not None}
+    parts = torch.cat([*(tensor.reshape(-1) for tensor in sent.values()), mine.lse.new_full((1,), entries)])
     parts = torch.ops._c10d_functional.all_gather_into_tensor(parts, size, group)
     parts = torch.ops._c10d_functional.wait_tensor(parts).view(size, -1)
-    split = parts[:, :-1].split([one.numel() for one in sent.values()], 1)
+    split = parts[:, :-1].split([tensor.numel() for tensor in sent.values()], 1)
     theirs = zip(sent.items(), split, strict=True)
-    ranks = TokenStatistics(**{name: part.view(size, *one.shape) for (name, one), part in theirs})
+    ranks = TokenStatistics(**{name: part.view(size, *tensor.shape) for (name, tensor), part in theirs})
     return combined(ranks), parts[:, -1].sum()
 
 
 def combined(ranks: TokenStatistics) -> TokenStatistics:
     """Those of the whole vocabulary, from those of its parts, each with an axis of parts in front, in their order."""
-    z_t, wz, z_c = (None if one is None else one.sum(0) for one in (ranks.z_t, ranks.wz, ranks.z_c))
+    z_t, wz, z_c = (None if tensor is None else tensor.sum(0) for tensor in (ranks.z_t, ranks.wz, ranks.z_c))
     whole = TokenStatistics(lse=torch.logsumexp(ranks.lse, 0), z_t=z_t, wz=wz, z_c=z_c)
     if ranks.entropy is not None:  # of shares p of the whole: sum_ranks p (entropy - log p), 0 where p is 0
         log_p = ranks.lse - whole.lse
@@ -141,7 +141,7 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
         largest, rank = ranks.largest.max(0)
         whole = whole._replace(largest=largest, arg_max=ranks.arg_max.gather(0, rank[None])[0])
     if ranks.top_z is not None:
-        top_z, top_v = (one.movedim(0, 1).flatten(1) for one in (ranks.top_z, ranks.top_v))
+        top_z, top_v = (tensor.movedim(0, 1).flatten(1) for tensor in (ranks.top_z, ranks.top_v))
         top_z, places = top_z.topk(ranks.top_z.shape[-1], 1)
         whole = whole._replace(top_z=top_z, top_v=top_v.gather(1, places))
     return whole
@@ -189,18 +189,18 @@ def results_of_logits(
     if candidates is not None:
         padding = candidates == ignore_index
         log_probs = (z.gather(1, candidates.masked_fill(padding, 0)) - lse[:, None]).masked_fill(padding, 0).t()
-    found = {"loss": loss, "lse_squared": lse.square(), "lse": lse, "log_probs": log_probs}
+    results = {"loss": loss, "lse_squared": lse.square(), "lse": lse, "log_probs": log_probs}
     if "entropy" in names:
         log_p = z - lse[:, None]
         p_log_p = log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)  # 0 where z is -inf
-        found["entropy"] = p_log_p.sum(1).neg()
+        results["entropy"] = p_log_p.sum(1).neg()
     if top_k:
         values, indices = z.detach().topk(top_k, 1)
-        found["top_k"] = torch.cat([values.t() - lse.detach(), indices.t().to(z.dtype)])
+        results["top_k"] = torch.cat([values.t() - lse.detach(), indices.t().to(z.dtype)])
     if "arg_max" in names:
         arg_max = z.argmax(1)
-        found |= {"arg_max": arg_max.to(z.dtype), "accuracy": (arg_max == classes).to(z.dtype)}
-    asked = {name: found[name] for name in names}
+        results |= {"arg_max": arg_max.to(z.dtype), "accuracy": (arg_max == classes).to(z.dtype)}
+    asked = {name: results[name] for name in names}
     if ignored is not None:
-        asked = {name: one.masked_fill(ignored, 0) for name, one in asked.items()}
+        asked = {name: result.masked_fill(ignored, 0) for name, result in asked.items()}
     return TokenResults(**asked)

@@ -27,9 +27,9 @@ ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
 MODES = ("none", "selective", "full")
 
 
-def check_choice(op: str, what: str, value, choices) -> None:
+def check_choice(op: str, name: str, value, choices) -> None:
     if value not in choices:
-        raise ValueError(f"{op}: {what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def check_mode(op: str, recompute: str) -> None:
@@ -144,7 +144,7 @@ def check_weight(
 
 
 def check_tensor(
-    op: str, name: str, tensor: Tensor, x: Tensor, shape: tuple = (), what: str = "", *, floating: bool = True
+    op: str, name: str, tensor: Tensor, x: Tensor, shape: tuple = (), note: str = "", *, floating: bool = True
 ) -> None:
     """Checks that `tensor` is a dense Tensor on the device of the input x, floating point if `floating`, and of this shape, if
     one is given. what: is said of it."""
@@ -157,7 +157,7 @@ def check_tensor(
     if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
         raise DtypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
     if shape and tuple(tensor.shape) != shape:
-        raise ShapeError(f"{op}: {name} must have shape {shape}{what}, but has {tuple(tensor.shape)}")
+        raise ShapeError(f"{op}: {name} must have shape {shape}{note}, but has {tuple(tensor.shape)}")
 
 
 # -- choices

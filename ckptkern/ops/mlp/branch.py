@@ -123,8 +123,8 @@ class MLPBranch:
     # -- forward
 
     def linear(self, layer: str, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        given = x, self.parameter(WEIGHT[layer]), self.parameter(BIAS[layer])
-        y = self.p.linear(*given) if out is None else self.p.linear(*given, out=out)
+        arguments = x, self.parameter(WEIGHT[layer]), self.parameter(BIAS[layer])
+        y = self.p.linear(*arguments) if out is None else self.p.linear(*arguments, out=out)
         update = self.updates.get(layer)
         return y if update is None else update.add(self.p, y, x, start)
 

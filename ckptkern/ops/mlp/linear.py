@@ -229,14 +229,14 @@ class LinearStack(Op):
         save_z = o.recompute in ("none", "selective") and o.activation != "relu"
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
-            h, made = rows[start:stop], {}
+            h, results = rows[start:stop], {}
             for i, (w, b) in enumerate(layers):
                 h, z, bits = p.linear_fwd(
                     h, w, b, o.activation, o.precision, save_z=save_z, save_bits=save_bits and i == o.layers - 1
                 )
                 if f"hidden{i}" in saves:
-                    made[f"hidden{i}"] = z.clone() if z is h else z if save_z else h
-            return made | {"y": h} | ({"bits": bits} if save_bits else {})
+                    results[f"hidden{i}"] = z.clone() if z is h else z if save_z else h
+            return results | {"y": h} | ({"bits": bits} if save_bits else {})
 
         saved = by_chunks(token_chunks(rows.shape[0], _row_bytes(o, weights, x.dtype, x.is_cuda), o.workspace), of_rows)
         return unflattened(saved["y"], x), saved
@@ -253,12 +253,12 @@ class LinearStack(Op):
         if width is not None:
             packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
             dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needs_x)
-            made = [None if dx is None else unflattened(dx, x)]
+            gradients = [None if dx is None else unflattened(dx, x)]
             of_biases = db if biases[0] is not None else dw  # of which none is needed
             for grad, t, need in zip((*dw, *of_biases), parameters, needs_of, strict=True):
                 part = grad[tuple(map(slice, t.shape))] if need else None
-                made.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))
-            return made
+                gradients.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))
+            return gradients
         layers = _cast(weights, biases, dy.dtype)
         chunks = token_chunks(dy.shape[0], _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
         grads: list[Any] = [
@@ -304,7 +304,7 @@ class LinearStack(Op):
                 if i == lowest and h is None and weight_grads[i]:
                     h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
-                    dz_below, made, db = p.act_grad(
+                    dz_below, recomputed, db = p.act_grad(
                         dz,
                         layers[i][0],
                         stored_rows[i - 1],
@@ -314,7 +314,7 @@ class LinearStack(Op):
                         h_over_z=not stored,
                         db=sums[i - 1],
                     )
-                    h = made if h is None else h
+                    h = recomputed if h is None else h
                 if weight_grads[i]:
                     weight_grads[i].add(dz, h)
                 dz = dz_below
@@ -365,9 +365,9 @@ def linear_stack(
     op = "linear_stack"
     check_options(op, activation, recompute)
     check_input(op, x, jagged=True)
-    for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
-        if isinstance(given, Tensor) or not isinstance(given, Iterable):
-            raise TypeError(f"{op}: {name} must be a list of tensors, not {type(given).__name__}")
+    for name, values in (("weights", weights), ("biases", () if biases is None else biases)):
+        if isinstance(values, Tensor) or not isinstance(values, Iterable):
+            raise TypeError(f"{op}: {name} must be a list of tensors, not {type(values).__name__}")
     weights = list(weights)
     biases = [None] * len(weights) if biases is None else list(biases)
     if not weights:

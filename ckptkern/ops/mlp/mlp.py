@@ -136,17 +136,17 @@ _apply = build(MLPBlock)
 across = across_ranks(_apply)
 
 
-def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, MLPOptions]:
+def gather(op, x, *, activation, dropout_p, lora, **others) -> tuple[MLPTensors, MLPOptions]:
     """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_options(op, activation, given["recompute"], dropout_p)
+    check_options(op, activation, others["recompute"], dropout_p)
     check_input(op, x)
-    t = {name: given.pop(name) for name in MLPTensors.own}
+    t = {name: others.pop(name) for name in MLPTensors.own}
     check_branch(op, x, t)
     weights = {layer: t[f"{layer}_weight"] for layer in LAYERS}
     updates = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
     (features, hidden), gated = weights["down"].shape, weights["gate"] is not None
-    tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **given)
+    tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **others)
     o = MLPOptions(
         gated=gated,
         activation=activation,
@@ -253,8 +253,8 @@ class MLP(Op):
         else:
             dx = rows.new_empty((rows.shape[0], branch.t.up_weight.shape[1])) if sums.need_dx else None
             for start, stop in chunks:
-                x_rows, dx_rows = (one if one is None else one[start:stop] for one in (x, dx))
-                of_rows = {name: one[start:stop] for name, one in saved.items()}
+                x_rows, dx_rows = (tensor if tensor is None else tensor[start:stop] for tensor in (x, dx))
+                of_rows = {name: tensor[start:stop] for name, tensor in saved.items()}
                 branch.backward_rows(rows[start:stop], x_rows, of_rows, start, sums, dx_rows)
         grads = sums.results()
         if sums.need_dx:
@@ -278,7 +278,7 @@ def run(apply, op, x, t, activation, dropout_p, training, recompute, workspace) 
     """Checks the arguments of `mlp` or `gated_mlp` and applies it. t: its tensors, without a random state."""
     if ACTIVE.shard is not None:
         others = dict(dropout_p=dropout_p, training=training, recompute=recompute, workspace=workspace, residual=False)
-        layers = {name: one for name, one in t._asdict().items() if name != "rng"}
+        layers = {name: tensor for name, tensor in t._asdict().items() if name != "rng"}
         return mlp_block(x, **layers, activation=activation, **others)
     check_options(op, activation, recompute, dropout_p)
     check_input(op, x, jagged=True)

@@ -61,9 +61,9 @@ def build(op: type[Op]):
     def kernel(tensors, *lists):
         """The library op for graphs that call the op itself, with a classic Function around it."""
         if needs := wanted(tensors):
-            made: list[Tensor] = []
-            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
-            return [*(results if isinstance(results, tuple) else (results,)), *made]
+            saved: list[Tensor] = []
+            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *saved]
         with torch._C._AutoDispatchBelowAutograd():
             return registered.fwd(tensors, *lists)
 
@@ -136,11 +136,11 @@ def _second_order(op, dy, flat, options, needs, cotangents):
 
     dys = (dy, *flat[len(flat) - more :]) if more else dy
     _, pull = torch.func.vjp(first_order, dys, *(tensors[i] for i in variables))
-    given = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
-    ddys, *others = pull(tuple(given))
+    filled = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
+    ddys, *others = pull(tuple(filled))
     grads = dict(zip(variables, others, strict=True))
     ddy, *ddmore = ddys if more else (ddys,)
-    grads |= {len(flat) - more + i: one for i, one in enumerate(ddmore)}
+    grads |= {len(flat) - more + i: gradient for i, gradient in enumerate(ddmore)}
     return ddy, [None if t is None else grads.get(i) for i, t in enumerate(flat)]
 
 
@@ -218,12 +218,12 @@ def _eager_function(registered: Registered, gradients) -> type:
         def forward(ctx, call, *tensors):
             """call: (options, needs, what `observe` saw of the tensors, made), one argument because each costs the host time.
             made: a list that receives what the library op returns besides its results, where a graph calls it (Bare)."""
-            options, needs, seen, made = call
+            options, needs, seen, saved = call
             more = op.more_results
-            if made is not None:
+            if saved is not None:
                 with torch._C._AutoDispatchBelowAutograd():
                     results = call_forward(registered, tensors, options)
-                made += results[1 + len(more) :]
+                saved += results[1 + len(more) :]
             elif seen & DISPATCHED and not Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:

@@ -103,7 +103,7 @@ def versions_of(operands: Iterable[Any]) -> list[int]:
 def is_valid(grad: Tensor | Delayed | None) -> bool:
     """Are the operands as they were? An input, or memory that a body used anew, may have changed."""
     return not isinstance(grad, Delayed) or all(
-        versions_of(operands) == before for one in grad.sums for operands, before in one.later or ()
+        versions_of(operands) == before for part in grad.sums for operands, before in part.later or ()
     )
 
 
@@ -112,9 +112,9 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
     if not isinstance(grad, Delayed):
         return grad
     total = None
-    for one in grad.sums:
-        one.run()
-        total = one.total()
+    for part in grad.sums:
+        part.run()
+        total = part.total()
     return total
 
 
@@ -129,7 +129,7 @@ def stashing(stash: Stash) -> Iterator[None]:
 
 
 def workspace_limit(workspaces: Iterable[int | None]) -> float:
-    return max((torch.inf if one is None else one for one in workspaces), default=0)
+    return max((torch.inf if size is None else size for size in workspaces), default=0)
 
 
 def stash_limit(workspaces: Iterable[int | None]) -> float:
@@ -270,9 +270,9 @@ class Late(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, finish: Callable[[], Tensor]
     ) -> Late:
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.finish, made.value = finish, None
-        return made
+        late = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        late.finish, late.value = finish, None
+        return late
 
     def arrived(self) -> Tensor:
         if self.finish is not None:

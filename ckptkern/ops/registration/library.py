@@ -77,10 +77,10 @@ def register(op: type[Op]) -> Registered:
         if not on_meta:
             return run_forward(op, regrouped(tensors, lists[2]), options, _AUTOCAST)
         with torch._C._DisableAutocast():
-            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
+            y, saved = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
         options = unpack(layout, lists)
-        made = op.made_on_meta(tensors[0], made, options)
-        return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
+        saved = op.made_on_meta(tensors[0], saved, options)
+        return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
     def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
         *lists, words = lists_and_needs
@@ -130,10 +130,10 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
     2.11 it refuses them."""
 
     def flops(*args, **kwargs) -> int:
-        heads, given = args[query].shape[1], list(args)
+        heads, arguments = args[query].shape[1], list(args)
         for place in (query + 1, query + 2):
-            given[place] = args[place][:, :1].expand(-1, heads, -1, -1)
-        return formula(*given, **kwargs)
+            arguments[place] = args[place][:, :1].expand(-1, heads, -1, -1)
+        return formula(*arguments, **kwargs)
 
     flops._get_raw = True
     return flops
@@ -192,7 +192,9 @@ def layout_of(hint: Any) -> Layout:
         return Layout("fields", 0, hint, tuple(map(layout_of, typing.get_type_hints(hint).values())))
     if typing.get_origin(hint) is tuple:
         return Layout("many", 0, None, (layout_of(typing.get_args(hint)[0]),))
-    others = tuple(one for one in typing.get_args(hint) if one is not types.NoneType)  # IntLikeType is a union, too
+    others = tuple(
+        member for member in typing.get_args(hint) if member is not types.NoneType
+    )  # IntLikeType is a union, too
     if len(others) == len(typing.get_args(hint)):
         raise TypeError(f"no list of a schema holds options of type {hint!r}; see layout_of")
     return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
@@ -201,8 +203,8 @@ def layout_of(hint: Any) -> Layout:
 def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
     kind, place, _, inner = layout
     if kind == "fields":
-        for one, part in zip(inner, value, strict=True):
-            _write(one, part, lists)
+        for field, part in zip(inner, value, strict=True):
+            _write(field, part, lists)
     elif kind in ("many", "optional"):
         parts = value if kind == "many" else () if value is None else (value,)
         lists[0].append(len(parts))
@@ -217,7 +219,7 @@ def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
 def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
     kind, place, type_, inner = layout
     if kind == "fields":
-        return type_(*(_read(one, lists) for one in inner))
+        return type_(*(_read(field, lists) for field in inner))
     if kind == "many":
         return tuple(_read(inner[0], lists) for _ in range(next(lists[0])))
     if kind == "optional":
@@ -241,9 +243,9 @@ def unpack(layout: Layout, lists: Sequence) -> Any:
 def replaced(options: Any, **values: Any) -> Any:
     """options with new values of the fields of these names, its own and those of the NamedTuples in it."""
     if not hasattr(options, "_fields"):
-        return tuple(replaced(one, **values) for one in options) if isinstance(options, tuple) else options
+        return tuple(replaced(item, **values) for item in options) if isinstance(options, tuple) else options
     fields = zip(options._fields, options, strict=True)
-    inner = {name: replaced(one, **values) for name, one in fields if isinstance(one, tuple)}
+    inner = {name: replaced(field, **values) for name, field in fields if isinstance(field, tuple)}
     return options._replace(**inner | {name: value for name, value in values.items() if name in options._fields})
 
 
@@ -252,7 +254,7 @@ def values_of(options: Any, name: str) -> list:
     if not isinstance(options, tuple):
         return []
     own = [getattr(options, name)] if name in getattr(options, "_fields", ()) else []
-    return own + [value for one in options for value in values_of(one, name)]
+    return own + [value for field in options for value in values_of(field, name)]
 
 
 # -- under vmap: once per sample

@@ -61,9 +61,9 @@ class Op:
         return True
 
     @staticmethod
-    def made_on_meta(x: Tensor, made: dict[str, Tensor], options) -> dict[str, Tensor]:
+    def made_on_meta(x: Tensor, saved: dict[str, Tensor], options) -> dict[str, Tensor]:
         """What forward saves by name, from what it gives in PyTorch ops on meta tensors, if kernels give other shapes."""
-        return made
+        return saved
 
     @classmethod
     def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
@@ -111,11 +111,11 @@ def with_fields(*parts: Any) -> Callable[[type], type]:
         kinds = [own if part is ... else part for part in parts]
         hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
         defaults = {name: value for kind in kinds for name, value in kind._field_defaults.items()}
-        made = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
-        made.__annotations__, made.__doc__, made.own = hints, own.__doc__, own._fields
-        for name in vars(own).keys() - vars(made).keys():  # properties, and values that are no fields
-            setattr(made, name, vars(own)[name])
-        return made
+        extended = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
+        extended.__annotations__, extended.__doc__, extended.own = hints, own.__doc__, own._fields
+        for name in vars(own).keys() - vars(extended).keys():  # properties, and values that are no fields
+            setattr(extended, name, vars(own)[name])
+        return extended
 
     return decorated
 
@@ -130,8 +130,8 @@ def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list
     if seen & _AUTOCAST:
         with torch._C._DisableAutocast():
             return run_forward(op, tensors, options)
-    y, made = op.forward(tensors, options)
-    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if made else [y]
+    y, saved = op.forward(tensors, options)
+    return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if saved else [y]
 
 
 def run_backward(
@@ -185,11 +185,11 @@ def mask(kind: type, *names: str) -> int:
 
 def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
     """Gradients by name as a list of the same order; None where not needed."""
-    made: list[Tensor | None] = []
+    ordered: list[Tensor | None] = []
     for name in ("x", *kind._fields):
-        made.append(grads[name] if needs & 1 else None)
+        ordered.append(grads[name] if needs & 1 else None)
         needs >>= 1
-    return made
+    return ordered
 
 
 def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
