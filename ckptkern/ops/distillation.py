@@ -1,5 +1,5 @@
 """Defines linear_distillation and linear_topk_distillation: the divergence of a student's probabilities, softmax(x w^T + b),
-from a teacher's, which comes from its LM head, or as its k largest log-probabilities; without logits that are stored."""
+from a teacher's, given by its LM head or as k log-probabilities; without storing the logits."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class LinearDistillationOptions(NamedTuple):
 
 
 def models(tensors, o: LinearDistillationOptions) -> tuple[LinearDistillationOptions, eager.Model, eager.Model]:
-    """(the options, whose workspace is what Frozen weights leave of it; the student's model and the teacher's, each with
-    parameters in the dtype of its x and z = softcap tanh(x w^T / softcap) / temperature)."""
+    """Returns the options with the workspace that Frozen weights leave, the student's model and the teacher's.
+
+    Each model has parameters in the dtype of its x, and z = softcap tanh(x w^T / softcap) / temperature.
+    """
     o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
     pair = []
     for cap, (x, w, b) in ((o.softcap, tensors[:3]), (o.teacher_softcap, tensors[3:6])):
@@ -126,8 +128,8 @@ class LinearDistillation(Op):
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Returns the part of D_beta(p, q) of each class, in differentiable PyTorch ops: its sum over the classes is the divergence
-    of `eager.distillation`."""
+    """Computes each class's part of D_beta(p, q) in differentiable PyTorch ops; their sum is the divergence of
+    `eager.distillation`."""
     if beta == 0:
         return log_p.exp() * (log_p - log_q)
     if beta == 1:
@@ -159,29 +161,27 @@ def linear_distillation(
     reduction: str = "mean",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes the divergence of a student's next-token probabilities q from a teacher's p, and never holds all logits.
+    """Computes the divergence of a student's next-token probabilities q from a teacher's p, without storing all logits.
 
     student_input [..., d], student_weight [V, d], student_bias [V]; teacher_input [..., e], teacher_weight [V, e], teacher_bias
-    [V] -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction "none". float16, bfloat16, float32,
-    float64, of the teacher another one if it likes; autocast's type inside torch.autocast. Logits are float32 and never
-    rounded. The teacher gets no gradient.
+    [V] -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction "none". The teacher may have another
+    dtype, and gets no gradient. Logits are float32 and never rounded.
 
-    beta: 0, KL(p, q) = sum_v p_v log(p_v / q_v), the forward KL divergence; 1, KL(q, p), the reverse one; between them the
-        generalised Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q, as in GKD (arXiv
-        2306.13649, equation 1), TRL and Liger.
-    temperature: a positive number that both models' logits are divided by. The loss is not multiplied by its square.
-    softcap, teacher_softcap: c tanh(logits / c) before that, as in Gemma 2. A scale of logits (Cohere) is one of the input.
+    beta: 0, KL(p, q) = sum_v p_v log(p_v / q_v), the forward KL divergence; 1, KL(q, p), the reverse KL; between them the
+        generalised Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q (GKD, arXiv
+        2306.13649, equation 1; TRL; Liger).
+    temperature: a positive number that divides both models' logits. The loss is not multiplied by its square.
+    softcap, teacher_softcap: c, for c tanh(logits / c) before the temperature (Gemma 2). To scale the logits (Cohere), scale
+        the input.
     mask: bool [...], the tokens that count, such as labels != -100; None for all.
-    reduction: "mean" divides by the number of tokens that count, "sum", "none", with 0 for tokens that do not count.
-    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 16
-        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
-        student_weight's gradient are final, rounded once; the float32 sum of student_input's gradient is not counted.
+    reduction: "mean" divides by the number of tokens that count; "sum"; "none" gives 0 for tokens that do not count.
+    workspace: forward takes chunks of at least 16 tokens, backward of at least 256 classes. A chunk's rows of student_weight's
+        gradient are rounded once; the float32 sum of student_input's gradient is not counted.
 
-    Saves for backward, besides the arguments, the logsumexp of both models' logits in two parts, 16 bytes a token, and for
-    beta > 0 the student's likeliest class and its part of the divergence, 16 more. Runs four matmuls of the student's weight
-    and two of the teacher's. PyTorch ops on every device: backend("triton") is an error.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError
-    (backend).
+    Saves, besides the arguments, 16 bytes per token, the logsumexp of both models' logits in two parts, and for beta > 0 16
+    more, the student's likeliest class and its part of the divergence. Runs four matmuls of the student's weight and two of the
+    teacher's, in PyTorch ops on every device: backend("triton") raises.
+    Raises: see Conventions.
     """
     check_input(NAME, student_input, "student_input")
     lead, d = student_input.shape[:-1], student_input.shape[-1]
@@ -247,27 +247,24 @@ def linear_topk_distillation(
     vocab_start: int | None = None,
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes the divergence of a student from the k log-probabilities of each token that a teacher's server returned.
+    """Computes the divergence of a student from a teacher's k log-probabilities per token, such as a server returns.
 
-    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64
-    [..., k], distinct classes, such as vLLM's prompt_logprobs -> the loss in float32 (float64 for float64): a scalar, or [...]
-    for reduction "none". A log-probability of -inf is padding, whatever its class, and so is a token of -100, with any number.
-    The teacher gets no gradient.
+    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64 [...,
+    k], distinct classes (vLLM's prompt_logprobs) -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction
+    "none". A log-probability of -inf or a token of -100 is padding. The teacher gets no gradient.
 
-    With p_i of the teacher and q_i of the student, both of the whole vocabulary, i = 1 ... k, the loss is linear_distillation's
-    of k + 1 or of k classes:
+    The loss is linear_distillation's over k + 1 or k classes, with the teacher's p_i and the student's q_i, i = 1 ... k, both
+    of the whole vocabulary:
 
-    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q, all other tokens as one class: at most the divergence
-        of the whole vocabulary, and 0 where the student agrees on the k tokens. Shares of that class below the float's epsilon
-        count as it. False, p_i / sum_j p_j and q_i / sum_j q_j: blind to the mass that the student has elsewhere. TRL has this
-        argument and this default.
-    beta: as in linear_distillation. The reverse KL, 1, asks for the teacher's opinion of the student's tokens; k tokens of the
-        teacher's choice have little of that.
-    temperature: a positive number that the student's logits are divided by. The teacher's log-probabilities are taken as given,
-        and should be of this temperature.
-    mask, reduction: as in linear_distillation. group, vocab_start, workspace: see linear_cross_entropy.
+    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q: all other tokens form one class, of at least the
+        float's epsilon. This is at most the divergence of the whole vocabulary. False, p_i / sum_j p_j and q_i / sum_j q_j,
+        blind to the student's other tokens. As in TRL.
+    beta: as in linear_distillation. The reverse KL, 1, weighs the student's tokens, of which the teacher's k tell little.
+    temperature: divides the student's logits; the teacher's log-probabilities should have been computed with it.
+    mask, reduction: see linear_distillation.
+    group, vocab_start, workspace: see linear_cross_entropy.
 
-    Saves what selected_log_probs saves for tokens [..., k], which this calls, and some numbers for each of k.
+    Calls selected_log_probs on tokens [..., k] and saves what it saves, and some numbers for each of k.
     Raises what linear_cross_entropy raises.
     """
     check_flags(TOPK, add_tail_bucket=add_tail_bucket)
@@ -311,7 +308,7 @@ def linear_topk_distillation(
 
 
 def distribution(log_probs: Tensor, padding: Tensor, add_tail_bucket: bool) -> Tensor:
-    """Log-probabilities [..., k + 1] or [..., k] whose probabilities sum to one; equal ones where all are padding."""
+    """Returns normalised log-probabilities [..., k + 1] or [..., k]; equal ones where all are padding."""
     least = torch.finfo(log_probs.dtype).min / 2  # as good as -inf, but its differences are numbers
     log_probs = log_probs.masked_fill(padding, least).clamp_min(least)
     if not add_tail_bucket:

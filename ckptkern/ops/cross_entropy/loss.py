@@ -51,10 +51,10 @@ class TopK(NamedTuple):
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What linear_cross_entropy returns where more than the loss is asked for; None for what is not.
+    """Result of linear_cross_entropy when more than the loss is requested. Results that are not requested are None.
 
     lse, log_probs, entropy: float32 (float64 for float64) [...]. accuracy: the share of the tokens that count whose target has
-    the largest logit, a scalar, or [...] of 0 and 1 for reduction "none". arg_max: int64 [...], the class of the largest logit.
+    the largest logit, a scalar; for reduction "none", [...] of 0 and 1. arg_max: int64 [...], the class of the largest logit.
     """
 
     loss: Tensor
@@ -67,7 +67,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class TokenLogProbs(NamedTuple):
-    """What selected_log_probs returns with return_entropy: log_probs of tokens' shape, entropy [...]."""
+    """Result of selected_log_probs with return_entropy: log_probs of the tokens' shape, entropy [...]."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -97,44 +97,46 @@ def linear_cross_entropy(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) and never holds all logits.
+    """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) without storing all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
-    scalar, or [...] for reduction "none"; with a return_ argument or top_k a CrossEntropyOutput. float16, bfloat16,
-    float32, float64; autocast's type inside torch.autocast. Logits are float32 and never rounded.
-    torch.nn.functional.linear_cross_entropy has these names, and weight, reduction, ignore_index and label_smoothing as here:
+    scalar, or [...] for reduction "none"; with a return_ argument or top_k, a CrossEntropyOutput. Logits are float32 and never
+    rounded. Names are those of torch.nn.functional.linear_cross_entropy.
 
-    weight: [V], of the classes; no gradient. reduction: "mean" divides by the sum of the targets' weights, "sum", "none".
-    ignore_index: tokens with this target count nowhere. label_smoothing: share of a target that is spread over all classes.
-    logit_scale: a number that logits are multiplied by. softcap: c tanh(logits / c) of that, as in Gemma 2.
-    z_loss: adds z_loss log(Z)^2, averaged over the tokens that are not ignored (PaLM, arXiv 2204.02311).
-    return_lse: also log(Z) = logsumexp of the logits. return_log_probs: also the targets' log-probabilities, z_t - log(Z),
-        whatever weight and label_smoothing are. return_entropy: also H = -sum_v p_v log p_v of the probabilities; saves 4 bytes
-        a token more. These are differentiable (dH/dz_v = -p_v (log p_v + H)), and 0 where the target is ignored.
-    return_accuracy: also how often the target has the largest logit, and the class that has it, 0 where the target is ignored.
-    top_k: also the k largest log-probabilities and their classes (k up to 64), without a gradient, 0 where the target is
-        ignored. The logits of a chunk of tokens are held for torch.topk, also by the kernels.
-    lora: a low-rank update of linear_weight (ckptkern.LoRA(a [r, d], b [V, r], scale, dropout_p)), not with a group. Saves what
-        "full" saves, whatever recompute is. dropout_p is applied in every call: pass 0 in evaluation.
-    group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
-        vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
-        on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token (label_smoothing and
-        return_entropy 4 more, return_accuracy 8, top_k 8 k) and one all-reduce of input's gradient in float32.
-    recompute: what is saved for backward besides the arguments, bytes a token, and the matmuls run, forward + backward:
+    weight: [V], of the classes; no gradient.
+    reduction: "mean" divides by the sum of the targets' weights; "sum"; "none".
+    ignore_index: tokens with this target count nowhere.
+    label_smoothing: share of a target that is spread over all classes.
+    logit_scale: multiplies the logits.
+    softcap: c, for c tanh(logits / c) of the scaled logits (Gemma 2).
+    z_loss: adds z_loss log(Z)^2, reduced over the tokens that count (PaLM, arXiv 2204.02311).
+    return_lse, return_log_probs, return_entropy: also return log(Z) = logsumexp of the logits; the targets' z_t - log(Z),
+        without weight and label_smoothing; H = -sum_v p_v log p_v. All are differentiable, and 0 where the target is ignored.
+        return_entropy saves 4 bytes per token more.
+    return_accuracy: also returns how often the target has the largest logit, and the class that has it; 0 where the target is
+        ignored.
+    top_k: also returns the k <= 64 largest log-probabilities and their classes, without a gradient. The logits of a chunk of
+        tokens are held for torch.topk.
+    lora: a low-rank update of linear_weight, LoRA(a [r, d], b [V, r], scale, dropout_p); not with group. Saves what "full"
+        saves. dropout_p applies in every call: pass 0 in evaluation.
+    group, vocab_start: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows,
+        from vocab_start on (None: equal shards in rank order). input, target, weight (of all classes), the results and input's
+        gradient are equal on all ranks. Runs one all-gather of 8 bytes per token (label_smoothing and return_entropy 4 more
+        each, return_accuracy 8, top_k 8 k) and one all-reduce of input's gradient in float32.
+    recompute: bytes saved per token besides the arguments, and matmuls in forward + backward:
 
-        "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits, or with a softcap logits
+        "none", "selective"  2 V + V/16 (float32: 4 V + V/16)    3      exponentials of logits; with a softcap, logits
         "full"               4                                   4      log(Z)
 
-        Where they are fewer bytes (4 V d and input's), "none" saves gradients of a scalar loss that eager forward formed.
+    Where they take fewer bytes (4 V d and input's), "none" saves the gradients of a scalar loss, which eager forward forms.
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 128
-        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
-        linear_weight's gradient are final, rounded once; the float32 sum of input's gradient is not counted.
+    workspace: forward takes chunks of at least 128 tokens, backward of at least 256 classes. A chunk's rows of linear_weight's
+        gradient are rounded once; the float32 sum of input's gradient is not counted.
 
-    A floating-point target of shape [..., V] holds class probabilities; it runs in PyTorch ops on all logits, log_probs are
-    expected ones, and the likeliest class is the target of accuracy. Inside torch.utils.checkpoint the mode is "none".
-    Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
-    DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
+    A floating-point target [..., V] holds class probabilities: PyTorch ops then compute all logits, log_probs are expected
+    ones, and the likeliest class is the target of accuracy.
+    Raises IndexError for a target that is not a class (on a GPU a device-side assertion, as in torch); other errors: see
+    Conventions.
     """
     flags = {"return_lse": return_lse, "return_log_probs": return_log_probs, "return_entropy": return_entropy}
     flags["return_accuracy"] = return_accuracy
@@ -223,16 +225,16 @@ def selected_log_probs(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor | TokenLogProbs:
-    """Computes the log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without logits.
+    """Computes log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without storing logits.
 
-    hidden [..., d], weight [V, d], bias [V], tokens int64 [...] -> log_softmax(logits / temperature)[..., tokens], float32
-    (float64 for float64) [...], differentiable to any order; 0 for tokens equal to ignore_index, such as those of a prompt.
-    Shift tokens, not hidden. Saves 4 bytes a token for backward. Tokens [..., k] are k candidates for each place, such as a
-    teacher's likeliest; log-probabilities are then [..., k].
+    hidden [..., d], weight [V, d], bias [V], tokens int64 [...] -> float32 (float64 for float64) [...], differentiable to any
+    order; 0 for tokens equal to ignore_index, such as a prompt's. Tokens [..., k], such as a teacher's k likeliest, give [...,
+    k]. Shift tokens, not hidden. Saves 4 bytes per token.
 
-    temperature: a positive number. return_entropy: a TokenLogProbs, with the entropy of softmax(logits / temperature), float32
-        [...], differentiable too; saves 4 bytes a token more.
-    lora (of weight), ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
+    temperature: a positive number.
+    return_entropy: returns a TokenLogProbs, with the differentiable entropy of that softmax, float32 [...]; saves 4 bytes per
+        token more.
+    lora, ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
     Raises what linear_cross_entropy raises.
     """
     check_flags(SELECTED, return_entropy=return_entropy)
@@ -286,8 +288,11 @@ def token_results(
     softcap: float = 0.0,
     top_k: int | None = None,
 ) -> TokenResults:
-    """Those of these names, [M]. named: input, w and target in messages of the function `op`. summed: is only their sum read,
-    so that it may be the one value?"""
+    """Computes the named results, each [M].
+
+    named: input, w and target in messages of the function `op`. summed: only the sum of the losses is read; loss may then be
+    that sum, [1].
+    """
     check_choice(op, "recompute", recompute, MODES)
     check_input(op, input, named[0])
     check_weight(op, named[1], w, b, input, input.shape[-1], named[0])
@@ -352,7 +357,7 @@ def token_results(
 
 
 def check_top_k(k: int, classes: int | None) -> None:
-    """classes: None if other ranks have some, too."""
+    """Checks top_k. classes: the size of the vocabulary, None if other ranks have a part of it."""
     if type(k) is not int:
         raise TypeError(f"{NAME}: top_k must be an int or None, not {k!r}")
     most = TOP if classes is None else min(classes, TOP)
@@ -361,7 +366,7 @@ def check_top_k(k: int, classes: int | None) -> None:
 
 
 def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool) -> None:
-    """selected_log_probs takes k targets of a token, too."""
+    """Checks the target's dtype and shape. All functions but linear_cross_entropy also take k targets per token."""
     check_tensor(op, name, target, x, floating=False)
     wanted, meaning = tuple(x.shape[:-1]), "a class for each token, as input without its features"
     if probabilities:
@@ -384,8 +389,11 @@ def reduced(
     z_loss: float,
     is_alone: bool,
 ) -> Tensor | CrossEntropyOutput:
-    """The loss of all tokens from those of each, of which none is ignored where targets are probabilities [..., V]; unless it
-    is alone, with what was asked for beside it, each of the leading shape, but for a mean of accuracies."""
+    """Reduces the results of each token to the loss; returns it alone if is_alone, else a CrossEntropyOutput.
+
+    No token is ignored where targets are probabilities [..., V]. Other results have the leading shape; accuracy is averaged
+    unless reduction is "none".
+    """
     classes, count, total = not target.is_floating_point(), results.loss.shape[0], results.loss.shape[0]
     if classes and (reduction == "mean" or results.accuracy is not None):
         counted = target != ignore_index
@@ -406,14 +414,14 @@ def reduced(
 
 
 def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
-    """The mean or the sum of a number for each token, or all of them, in the leading shape."""
+    """Returns the mean or the sum over tokens; for reduction "none" each token's number, in the leading shape."""
     if reduction == "none":
         return tokens.view(lead)
     return tokens.sum() / divisor if reduction == "mean" else tokens.sum()
 
 
 def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
-    """Those that are there, by name, of the leading shape; without a graph if nothing is computed of their gradients."""
+    """Returns the results that are present, by name, in the leading shape; those without a gradient are detached."""
     outputs = {}
     for name, tensor in results._asdict().items():
         if tensor is None:
@@ -435,8 +443,8 @@ def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
 
 
 def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> bool:
-    """Do gradients of the sum of all losses take less memory from forward to backward than exponentials of logits, and is it
-    eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
+    """Returns whether forward forms the gradients of the summed loss: if they take less memory than exponentials of logits, in
+    eager mode, where backward may scale them in place, and outside activation checkpoints, whose forward runs twice."""
     if (
         o.results != ("loss",)
         or o.group
@@ -454,7 +462,8 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
 
 
 class SumOfLosses(torch.autograd.Function):
-    """sum of the losses of all tokens, a scalar in the wide type. tensors: x, w, b, target, class_weight."""
+    """Computes the sum of the losses of all tokens, a scalar in the accumulate dtype. tensors: x, w, b, target, class_weight.
+    """
 
     @staticmethod
     def forward(ctx, o: LinearCrossEntropyOptions, *tensors: Tensor | None) -> Tensor:
@@ -493,8 +502,8 @@ class SumOfLosses(torch.autograd.Function):
 
 
 def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tensor | None) -> float:
-    """What gradients are formed times: in float16 up to 2^10, so that probabilities down to 6e-8 have all their digits. The
-    largest is then 2^10 times the scale of logits, less than 2^11; class weights, of any size, use up that room themselves."""
+    """Returns the factor of the gradients that forward forms: in float16 up to 2^10, so that probabilities down to 6e-8 have
+    all their digits. The largest gradient is then 2^10. With class weights, of any size, the factor is 1."""
     if dtype != torch.float16 or class_weight is not None:
         return 1.0
     return 2.0 ** (10 - math.ceil(math.log2(max(abs(o.logit_scale), 1.0))))
@@ -503,7 +512,8 @@ def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tens
 def loss_and_gradients(
     o: LinearCrossEntropyOptions, tensors, needs
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(the sum of the losses, and of its gradients times the unit: of x in its dtype, of w and b in float32)."""
+    """Computes the sum of the losses, and its gradients times the unit: of x in its dtype, of w and b in the accumulate dtype.
+    """
     x, target, (V, d) = tensors[0], tensors[3].reshape(-1), tensors[1].shape
     p, rows, wide = primitives(o.backend), rows_2d(x), eager.wide_of(x.dtype)
     o, w, b, weights = operands(tensors, o, x.dtype)

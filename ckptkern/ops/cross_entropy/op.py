@@ -1,4 +1,4 @@
-"""The op linear_cross_entropy: what softmax(x w^T + b) gives each token, its loss first, without logits that are stored."""
+"""The op linear_cross_entropy: each token's loss and statistics of softmax(x w^T + b), without storing the logits."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's
 
 
 def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> None:
-    """Checks that all targets are classes or ignored: an IndexError on a CPU, a device-side assertion on a GPU, as in
-    torch."""
+    """Raises IndexError on a CPU, and a device-side assertion on a GPU, for a target that is neither a class nor ignored, as
+    torch does."""
     bad = ((target < 0) | (target >= entries)) & (target != ignore_index)
     if target.is_cpu:
         if bool(bad.any()):
@@ -46,8 +46,8 @@ def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> N
 
 
 def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
-    """[start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as equal as
-    multiples of COLUMNS can be. Without a workspace, one range."""
+    """Returns [start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as
+    equal as multiples of COLUMNS can be. Without a workspace there is one range."""
     chunks = token_chunks(-(-entries // COLUMNS) * COLUMNS, max(bytes_per_entry, 1), workspace, COLUMNS)
     return [*chunks[:-1], (chunks[-1][0], entries)] if entries else []
 
@@ -55,7 +55,8 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
 def operands(
     tensors: Sequence[Tensor | None], o: Any, dtype: torch.dtype
 ) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
-    """(the options, whose workspace is what a Frozen weight leaves of it; w and b in dtype; class weights in the wide type)."""
+    """Returns the options with the workspace that a Frozen weight leaves, w and b in dtype, and class weights in the accumulate
+    dtype."""
     o, _ = beside_frozen((tensors[W],), o, dtype)
     w, b = cast_parameter(tensors[W], dtype), cast_parameter(tensors[B], dtype)
     return o, w, b, cast_parameter(tensors[CLASS_WEIGHT], eager.wide_of(dtype))
@@ -68,7 +69,7 @@ def operands(
 
 
 class UpdateTensors(NamedTuple):
-    """The last of the op's tensors; None without an update, lora_rng without dropout."""
+    """The last of the op's tensors. All are None without an update, lora_rng also without dropout."""
 
     head_lora_a: Tensor | None
     head_lora_b: Tensor | None
@@ -76,12 +77,15 @@ class UpdateTensors(NamedTuple):
 
 
 def update_of(tensors: Sequence[Tensor | None], o: Any) -> LowRank | None:
-    """tensors: the op's. o: its options."""
+    """Returns the low-rank update of w, from the op's tensors and options, or None."""
     return low_rank(UpdateTensors(*tensors[-3:]), o, ("head",), "head", 0)
 
 
 class UpdatedHead:
-    """rows [M, d], and w [V, d] in the compute dtype; needs: of the op's gradients. `finish` forms da and db."""
+    """An LM head with a low-rank update: rows [M, d], w [V, d] in the compute dtype, and A and B of the update.
+
+    needs: the op's needs_input_grad mask. du, da, db: gradients of u, A and B.
+    """
 
     def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o: Any, needs: int = 0):
         self.rows, self.w, self.o, self.p = rows, w, o, primitives(o.backend)
@@ -97,32 +101,35 @@ class UpdatedHead:
         self.db = torch.empty_like(self.given.head_lora_b) if needs_b else None
 
     def chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of the tokens that backward takes at once: they have a quarter of the workspace."""
+        """Returns the [start, stop) ranges of tokens that backward takes at once, which fit a quarter of the workspace."""
         least = None if self.o.workspace is None else self.o.workspace // 4
         return token_chunks(self.rows.shape[0], self.bytes_of_token, least)
 
     def inner(self, start: int, stop: int) -> Tensor:
-        """u in the compute dtype."""
+        """Computes u of tokens [start, stop) in the compute dtype."""
         x = self.update.input(self.p, self.rows[start:stop].to(self.update.a.dtype), start)
         return self.update.inner(x).to(self.rows.dtype)
 
     def inputs(self, start: int, stop: int) -> Tensor:
-        """[x | u]."""
+        """Returns [x | u] of tokens [start, stop)."""
         return torch.cat((self.rows[start:stop], self.inner(start, stop)), 1)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """[W | B]."""
+        """Returns [W | B] of classes [start, stop)."""
         return torch.cat((self.w[start:stop], self.b[start:stop]), 1)
 
     @functools.cached_property
     def u(self) -> Tensor:
-        """Returns u of all tokens."""
+        """Computes u of all tokens."""
         return torch.cat([self.inner(*chunk) for chunk in self.chunks()])
 
     def write_gradient(
         self, part: slice, bias: Tensor | None, arguments: Sequence[Any], head: eager.Head, dz: Tensor, db: bool
     ):
-        """`cross_entropy_bwd` of some rows of w, in chunks of tokens; given: target, class weights, lse and gradients."""
+        """Runs `cross_entropy_bwd` for the classes `part`, in chunks of tokens; returns the sum of dz's rows if `db`.
+
+        arguments: target, class weights, lse and gradients.
+        """
         target, class_weight, lse, gradients = arguments
         weights, total = self.weights(part.start, part.stop), None
         for start, stop in self.chunks():
@@ -144,7 +151,7 @@ class UpdatedHead:
         return total
 
     def add(self, dz: Tensor, start: int, stop: int) -> None:
-        """Takes the gradient of some rows' logits."""
+        """Forms db's rows of classes [start, stop) from the gradient dz of their logits, and adds their part of du."""
         if self.db is not None:
             eager.upcast_matmul(dz.t(), self.u, out=self.db[start:stop])
         if self.needs_x or self.needs_a:
@@ -153,7 +160,7 @@ class UpdatedHead:
             eager.upcast_matmul(dz, self.b[start:stop], out=self.du, add=add)
 
     def finish(self, dx: Tensor | None) -> None:
-        """Forms what all rows' logits gave: the gradient of A, and what is added to x's."""
+        """Forms da from du, and adds the update's part of x's gradient to dx."""
         if self.du is None:
             return
         chunks = self.chunks()
@@ -181,8 +188,11 @@ def statistics_of(
     first: int = 0,
     updated: UpdatedHead | None = None,
 ) -> dict[str, Tensor]:
-    """TokenStatistics of the rows w, from `first` of this rank's on, and logits and parts that are saved, by name. updated:
-    whose [x | u] stand for rows [M, d], and w is [W | B]."""
+    """Returns TokenStatistics over the classes w, and the logits and parts that are saved, by name.
+
+    first: place of w's first row in this rank's vocabulary. updated: an UpdatedHead, whose [x | u] replaces rows [M, d]; w is
+    then [W | B].
+    """
     (M, _), V, keep, p = rows.shape, w.shape[0], o.recompute != "full", primitives(o.backend)
     holds = o.top_k + o.candidates > 0
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
@@ -224,7 +234,7 @@ def statistics_of(
 
 
 def token_bytes(x: Tensor, V: int, o: Any) -> int:
-    """Returns bytes of a token's transient tensors in forward, for V rows of w."""
+    """Returns the bytes of a token's transient tensors in forward, for V rows of w."""
     holds = o.top_k + o.candidates > 0  # logits, after their statistics are formed
     if o.backend == "eager":
         buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + holds
@@ -237,8 +247,8 @@ def token_bytes(x: Tensor, V: int, o: Any) -> int:
 def statistics_with_update(
     updated: UpdatedHead, b: Tensor | None, target: Tensor, weights: Tensor | None, candidates: Tensor | None, o: Any
 ) -> TokenStatistics:
-    """`statistics_of` w with its low-rank update, of parts of the vocabulary: half of the workspace is for their weights, half
-    for their logits, at least CHUNK_ROWS tokens'."""
+    """Computes `statistics_of` with w's low-rank update, over parts of the vocabulary: half of the workspace holds their
+    weights, half their logits, of at least CHUNK_ROWS tokens."""
     half = None if o.workspace is None else o.workspace // 2
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
     parts, own = [], o._replace(workspace=half)
@@ -265,13 +275,16 @@ def head_gradients(
     group: str = "",
     updated: UpdatedHead | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx [..., d], dw, db) of logits x w^T + b, as `needs` asks, by ranges of the vocabulary; dw is None if it was added to a
-    main_grad.
+    """Computes dx [..., d], dw and db of logits x w^T + b, as `needs` asks, by ranges of the vocabulary; dw is None if it was
+    added to a main_grad.
 
-    write(start, stop, dz, db) writes the gradients of these logits to dz [M, stop - start] and returns the sum of its rows, if
-    db. like: a tensor [..., anything]; rows: x [M, d], None if no gradient reads it; parameter and bias: themselves, and w: the
-    parameter in dtype, that of x; lse: [M], of the device and the wide type. A range's rows of dw and db are final, rounded
-    once, in the parameters' dtypes. dx is a sum over ranges in the wide type.
+    A range's rows of dw and db are final, rounded once, in the parameters' dtypes. dx is a sum over ranges in the accumulate
+    dtype.
+
+    write(start, stop, dz, db): writes the gradients of a range's logits to dz [M, stop - start], and returns the sum of its
+        rows if db.
+    like: a tensor [..., anything]. rows: x [M, d], None if no gradient reads it. parameter, bias: as they are; w: the parameter
+        in dtype, that of x. lse: [M], of the device and the accumulate dtype.
     """
     (M,), (V, d) = lse.shape, w.shape
     need_dx, need_dw, need_db = (needed(needs, place) for place in (X, W, B))
@@ -308,10 +321,14 @@ def head_gradients(
 
 
 class LinearCrossEntropyOptions(NamedTuple):
-    """vocab_start: class of w's first row; group, size: of the ranks that share the vocabulary, "" for none; equal_shards: was
-    vocab_start taken for granted? results: the names of y's rows. lora: scale and dropout_p of w's update, nothing without
-    one; lora_dtype: in which it is formed. candidates: k, if target is [..., k], whose log-probabilities are a result, without
-    a softcap; 0 for one target a token."""
+    """Options of the op.
+
+    vocab_start: class of w's first row. group, size: the ranks that share the vocabulary, "" for none. equal_shards:
+        vocab_start was derived from equal shards.
+    results: the names of y's rows. candidates: k if target is [..., k], whose log-probabilities are a result, without a
+        softcap; 0 for one target per token.
+    lora: scale and dropout_p of w's update, empty without an update; lora_dtype: the dtype in which it is formed.
+    """
 
     label_smoothing: float
     logit_scale: float
@@ -332,7 +349,8 @@ class LinearCrossEntropyOptions(NamedTuple):
     candidates: int
 
     def targets(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(target [M], candidates [M, k] or None); with candidates the target is one of them, if any counts."""
+        """Returns target [M], and candidates [M, k] or None. With candidates, the target is one of them, or ignored if all are.
+        """
         if not self.candidates:
             return target.reshape(-1), None
         candidates = target.reshape(-1, self.candidates)

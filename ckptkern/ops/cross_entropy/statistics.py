@@ -1,5 +1,5 @@
-"""What the op computes of each token: from the statistics of its logits, with the gradients that go back to these, or in
-differentiable PyTorch ops from its logits, which is the reference implementation."""
+"""Per-token results of linear_cross_entropy: from statistics of the logits, with their gradients, or from the logits themselves
+in differentiable PyTorch ops, which is the reference implementation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..sublayer.lora import LowRank
 
 
 class TokenResults(NamedTuple):
-    """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
+    """Per-token results, each [M] in the accumulate dtype, 0 for ignored tokens; y has a row for each requested result.
 
-    log_probs: of the target, or [k, M], of k candidates. entropy: of the probabilities. arg_max: the class of the largest
-    logit, exact up to 2^24 classes. accuracy: is it the target? top_k: [2 k, M], the largest log-probabilities in
+    log_probs: of the target, or [k, M] of k candidates. entropy: of the probabilities. arg_max: the class of the largest logit,
+    exact up to 2^24 classes. accuracy: 1 where arg_max is the target. top_k: [2 k, M], the largest log-probabilities in
     descending order, then their classes.
     """
 
@@ -39,7 +39,7 @@ CLASSES = 2**24  # a class that is a result is a number of the wide type
 
 
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
-    """y [rows, M] by the names of its results, of which one may have several rows."""
+    """Splits y [rows, M] into the named results; top_k and log_probs may have several rows."""
     several, more = "top_k" if "top_k" in names else "log_probs", len(y) - len(names)
     results, row = {}, 0
     for name in names:
@@ -53,9 +53,9 @@ def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
 
 
 class Sums:
-    """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
+    """The terms of a token's loss besides its statistics: the class weight, and label smoothing over all classes.
 
-    loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
+        loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
 
     def __init__(self, target: Tensor, class_weight: Tensor | None, o: Any, entries):
@@ -67,7 +67,7 @@ class Sums:
         self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
 
     def results(self, s: TokenStatistics, names: tuple[str, ...], candidates: Tensor | None = None) -> Tensor:
-        """y [rows, M], 0 of ignored tokens and candidates."""
+        """Returns y [rows, M], 0 for ignored tokens and candidates."""
         results = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
         if "loss" in names:
             loss = self.share * (s.lse - s.z_t)
@@ -85,9 +85,9 @@ class Sums:
         return torch.vstack([results[name] for name in names]).masked_fill(self.target == self.ignore_index, 0)
 
     def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
-        """The coefficients of dz, of the gradients of results, by
+        """Returns the coefficients of dz, from the gradients dy of the results, by
 
-        d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
+            d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
         """
         of_p, of_target, wz = [], [], None  # what is added up
         if dy.lse is not None:
@@ -115,9 +115,9 @@ class Sums:
 
 
 def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tuple[TokenStatistics, Tensor]:
-    """(those of the whole vocabulary, its entries as a scalar tensor), from those of this rank's shard.
+    """Returns the statistics of the whole vocabulary and its size, a scalar tensor, from this rank's shard.
 
-    One collective; ranks are combined in their order, so that all of them have equal bits.
+    Runs one all-gather. Ranks are combined in order, so that all of them get equal bits.
     """
     sent = {name: tensor for name, tensor in mine._asdict().items() if tensor is not None}
     parts = torch.cat([*(tensor.reshape(-1) for tensor in sent.values()), mine.lse.new_full((1,), entries)])
@@ -130,7 +130,7 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
 
 
 def combined(ranks: TokenStatistics) -> TokenStatistics:
-    """Those of the whole vocabulary, from those of its parts, each with an axis of parts in front, in their order."""
+    """Combines the statistics of parts of the vocabulary, stacked in order along dimension 0, into those of the whole."""
     z_t, wz, z_c = (None if tensor is None else tensor.sum(0) for tensor in (ranks.z_t, ranks.wz, ranks.z_c))
     whole = TokenStatistics(lse=torch.logsumexp(ranks.lse, 0), z_t=z_t, wz=wz, z_c=z_c)
     if ranks.entropy is not None:  # of shares p of the whole: sum_ranks p (entropy - log p), 0 where p is 0
@@ -150,7 +150,7 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
 def reference_logits(
     x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float, update: LowRank | None = None
 ) -> Tensor:
-    """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
+    """Computes logits [..., V] in the accumulate dtype, differentiably, from operands rounded to x's dtype."""
     w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
     wide = eager.wide_of(x.dtype)
     z = F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide))
@@ -172,9 +172,11 @@ def results_of_logits(
     top_k: int = 0,
     candidates: Tensor | None = None,
 ) -> TokenResults:
-    """Those of these names, of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them
-    ignored, whose log-probability is the expected one and whose class is the likeliest. candidates: [M, k], whose
-    log-probabilities [k, M] are given in place of the target's."""
+    """Computes the named results from logits [..., V] in PyTorch ops.
+
+    target: classes [...], or probabilities [..., V]: then no token is ignored, log_probs are expected ones, and the likeliest
+    class is the target of accuracy. candidates: [M, k], which make log_probs [k, M] theirs.
+    """
     z, weight, ignored, options = rows_2d(z), cast_parameter(weight, z.dtype), None, {"reduction": "none"}
     if target.is_floating_point():
         target = rows_2d(target.to(z.dtype))

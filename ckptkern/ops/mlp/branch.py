@@ -1,11 +1,10 @@
-"""The MLP that `mlp`, `gated_mlp` and the MLP sublayer of a layer share: forward, backward and reference implementation.
+"""The MLP shared by `mlp`, `gated_mlp` and a layer's MLP sublayer: forward, backward and reference implementation.
 
     h = dropout(act(x up^T + b))            y = h down^T + b
     h = dropout(act(x gate^T + b) * (x up^T + b))                         gated
 
-Tokens go through in the same chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the
-same shape, which have the same bits. A layer may have a low-rank update (`low_rank`); then no kernel forms several steps at
-once.
+Forward and backward take tokens in the same chunks, so that a chunk's hidden layer is recomputed by matmuls of the same shape,
+with the same bits. A layer may have a low-rank update (`low_rank`); then no kernel fuses several steps.
 """
 
 from __future__ import annotations
@@ -44,8 +43,11 @@ def check_branch(
     *,
     needs_gate: bool = False,
 ) -> None:
-    """Checks that the layers fit each other and x; t: weights and biases, by name, those of the gate None without one. prefix,
-    hidden: what messages call them and the rows that the last one reads."""
+    """Checks that the layers fit each other and x.
+
+    t: weights and biases by name, the gate's None without a gate. prefix: put before parameters' names in messages; hidden: the
+    name there of the rows that the last layer reads.
+    """
     gate, up, features = t["gate_weight"], t["up_weight"], x.shape[-1]
     check_weight(op, f"{prefix}up_weight", up, t["up_bias"], x, features, "input")
     if gate is not None or needs_gate:
@@ -61,7 +63,7 @@ def check_branch(
 
 
 class BranchOptions(NamedTuple):
-    """gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard."""
+    """Options of an MLP. gated: there is a gate_weight. first_column: of the hidden layer, where it is a shard."""
 
     gated: bool
     activation: str
@@ -76,7 +78,8 @@ class BranchOptions(NamedTuple):
 
 
 def saves(o: Any) -> tuple[str, ...]:
-    """What forward saves besides its tensors: of what the activation reads (z, or g and u) and gives (h)."""
+    """Returns the names of what forward saves besides its tensors: what the activation reads (z, or g and u) and returns (h).
+    """
     if o.recompute == "full":
         return ()
     if not o.gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
@@ -86,11 +89,13 @@ def saves(o: Any) -> tuple[str, ...]:
 
 
 class MLPBranch:
-    """One call. t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name;
-    o: BranchOptions' fields and what `low_rank` reads; holds: are Frozen weights held, None to find out (`beside_frozen`)?
+    """An MLP in one call, applied to ranges of rows.
 
-    Step by step means that no kernel forms several matmuls at once, as low-rank updates need, and Frozen weights that are not
-    held.
+    t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name.
+    o: BranchOptions' fields and what `low_rank` reads.
+    holds: whether dequantised Frozen weights are held; None asks `beside_frozen`.
+
+    by_step: no kernel forms several matmuls at once, because of low-rank updates, or Frozen weights that are not held.
     """
 
     def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, holds: bool | None = None):
@@ -107,8 +112,8 @@ class MLPBranch:
         self.by_step = bool(self.updates) or not holds
 
     def parameter(self, name: str) -> Any:
-        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
-        the caller alone."""
+        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls. A Frozen parameter that is not held
+        is dequantised for each caller."""
         parameter = getattr(self.t, name)
         frozen = type(parameter) is Frozen
         if parameter is None or (parameter.dtype is self.dtype and not frozen):
@@ -129,7 +134,7 @@ class MLPBranch:
         return y if update is None else update.add(self.p, y, x, start)
 
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
-        """(h, [z] or [g, u], None unless `save`)."""
+        """Computes h, and [z] or [g, u], whose members may be None unless `save`."""
         o = self.o
         if self.by_step:
             before = [self.linear(layer, x, start) for layer in self.first]
@@ -142,12 +147,13 @@ class MLPBranch:
         return h, [z]
 
     def activated(self, before: list[Tensor], start: int) -> Tensor:
-        """h of [z] or [g, u]."""
+        """Computes h from [z] or [g, u]."""
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
         return self.p.apply_dropout(h, self.dropout, start)
 
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """(y, what `saves` names) of rows x [rows, d] that begin at `start`; y is written to `y`, if there is one."""
+        """Computes y of rows x [rows, d] that begin at `start`, in the tensor `y` if there is one; returns y and what `saves`
+        names."""
         names = saves(self.o)
         h, before = self.hidden(x, start, bool(names) and names != ("h",))
         y = self.linear("down", h, start, y)
@@ -158,17 +164,17 @@ class MLPBranch:
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
     def result_of(self, x: Tensor, saved: dict[str, Tensor], start: int) -> Tensor:
-        """Returns y of rows x that begin at `start`: by one matmul from what `saves` names of them, if it was saved."""
+        """Computes y of rows x that begin at `start`: by one matmul if what `saves` names was saved, else by all."""
         if not saved:
             return self.forward_rows(x, start)[0]
         hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
         return self.linear("down", hidden, start)
 
     def row_bytes(self) -> int:
-        """Returns bytes of a row's transient tensors in either pass.
+        """Returns the bytes of a row's transient tensors in either pass.
 
-        They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
-        Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds two
+        They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g). Implementations
+        that write each result to new memory hold more, as do some activations in the eager backend; dropout there holds two
         more and a mask.
         """
         (hidden, features), out, on_gpu = self.t.up_weight.shape, self.t.down_weight.shape[0], self.t.up_weight.is_cuda
@@ -198,8 +204,8 @@ class MLPBranch:
     def fused_gradients(
         self, dy: Tensor, x: Tensor | None, before: list[Tensor], h: Tensor | None, start: int, sums: Sums
     ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
-        """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
-        kernel. before: empty if it is recomputed."""
+        """Runs one kernel; returns the gradients of [z] or [g, u], h if the down weight's gradient reads it, and sums of the
+        gradients' columns. before: [z] or [g, u], empty to recompute them."""
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.parts["up"]
         if type(dy) is Late and o.backend == "triton":  # others read it after what they recompute
             dy = dy.arrived()
@@ -223,8 +229,8 @@ class MLPBranch:
     def backward_rows(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
     ) -> Tensor | None:
-        """Adds to the sums what the gradient dy [rows, e] of rows that begin at `start` gives; returns that of x [rows, d], in
-        `dx` if there is one. x: None where it is not read; saved: what `saves` names."""
+        """Adds the gradients that dy [rows, e] of rows that begin at `start` gives to the sums; returns dx [rows, d], in `dx`
+        if there is one. x: None where it is not read; saved: what `saves` names."""
         h, before, behind = None, [], sums.behind
         if saved:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
@@ -269,15 +275,17 @@ class MLPBranch:
         return dx
 
     def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:
-        """What a low-rank update's gradients are made of, if any of them is needed."""
+        """Returns the gradient of the inner features of a layer's low-rank update, or None if no gradient reads it."""
         update = self.updates.get(layer)
         return update.inner_gradient(dy) if update and (reads_input or sums.trains(layer)) else None
 
 
 class Sums:
-    """The gradients of weights, biases and updates that are needed, summed over chunks. behind: is anything needed that h's
-    gradient is read for; read_h: is h read? parts: in which dtype a kernel sums a bias's gradient, by layer; False where it is
-    not needed."""
+    """The needed gradients of weights, biases and updates, summed over chunks.
+
+    behind: a needed gradient reads that of h; read_h: one reads h. parts: the dtype in which a kernel sums a bias's gradient,
+    by layer; False where it is not needed.
+    """
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.need = branch, need
@@ -294,13 +302,13 @@ class Sums:
                 self.parts[layer] = getattr(branch.t, bias).dtype if self.once else self.totals[bias].part
 
     def trains(self, layer: str) -> bool:
-        """Do they have a gradient of the layer's update?"""
+        """Returns whether the layer's update needs a gradient."""
         return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
     def add(
         self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
     ) -> None:
-        """part: the sum of dy's columns, if a kernel has formed it."""
+        """Adds a layer's gradients from dy and x. part: the sum of dy's columns, if a kernel has formed it."""
         totals, name, bias = self.totals, WEIGHT[layer], BIAS[layer]
         if bias in self.need and part is None:
             part = eager.column_sum(dy, self.parts[layer])
@@ -330,7 +338,7 @@ class Sums:
 
 
 def reference(x: Tensor, t: Any, o: Any) -> Tensor:
-    """The MLP of x [..., d] in differentiable PyTorch ops."""
+    """Computes the MLP of x [..., d] in differentiable PyTorch ops."""
 
     def linear(layer: str, rows: Tensor) -> Tensor:
         update = low_rank(t, o, LAYERS, layer, row_count(x))

@@ -1,6 +1,8 @@
 """mlp: y = dropout(act(x w1^T + b1)) w2^T + b2, and gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...).
-Each is one region that saves its input and recomputes the rest in backward. mlp_block: [norm ->] MLP or gated MLP and what is
-around it (`residual`), as one region; and the sublayer that `transformer_layer` is made of, too."""
+
+Each is one region that saves its input and recomputes the rest in backward. mlp_block adds norms, dropout and the residual
+(`residual`); `transformer_layer` runs the same sublayer.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ OF_BRANCH = frozenset(
 
 @with_fields(AroundTensors, ..., updates_of(LAYERS), RandomStates)
 class MLPTensors(NamedTuple):
-    """The tensors of an MLP sublayer. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
+    """The tensors of an MLP sublayer. Without a gate_weight, fc1 is `up` and fc2 `down`."""
 
     gate_weight: Tensor | None
     gate_bias: Tensor | None
@@ -69,8 +71,8 @@ class MLPTensors(NamedTuple):
 
 @with_fields(..., SublayerOptions)
 class MLPOptions(NamedTuple):
-    """The sublayer's other arguments. gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard;
-    lora: of gate, up and down."""
+    """Options of an MLP sublayer. gated: there is a gate_weight. first_column: of the hidden layer, where it is a shard. lora:
+    of gate, up and down."""
 
     gated: bool
     activation: str
@@ -80,8 +82,8 @@ class MLPOptions(NamedTuple):
 
 
 def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
-    """Returns bytes of a row's transient tensors. of_branch: those in the branch; widest: features of what it reads or
-    gives."""
+    """Returns the bytes of a row's transient tensors. of_branch: those in the branch; widest: the branch's input or output
+    features, whichever are more."""
     o = sublayer.o
     row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
     beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
@@ -89,7 +91,7 @@ def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
 
 
 class MLPSublayer(Sublayer):
-    """What an MLP sublayer computes, for one input, in chunks of tokens."""
+    """An MLP sublayer of one input, in chunks of tokens."""
 
     def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
         super().__init__(x, t, o)
@@ -103,14 +105,14 @@ class MLPSublayer(Sublayer):
         return Sums(self.branch, inner | {"x"} if self.needs_dh(need) else inner, chunks)
 
     def forward(self) -> dict[str, Tensor]:
-        """The sublayer's output, "y", and what its branch saves."""
+        """Computes the sublayer's output, "y", and what its branch saves."""
         f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
         return saved | {"y": self.output(self.drop(f))}
 
     def backward(
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
     ) -> dict[str, Tensor | None]:
-        """The gradients that are not in `sums`."""
+        """Computes the gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
         # which no mode saves: by one matmul from the hidden layer if that was saved, or all
         if self.reads_branch(need):
@@ -190,7 +192,7 @@ def mlp_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """An MLP with everything around it, as one region.
+    """Computes an MLP sublayer: norms, an MLP or a gated MLP, dropout and the residual, as one region.
 
         h = norm(x) * (1 + norm_scale) + norm_shift
         f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
@@ -198,16 +200,18 @@ def mlp_block(
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
-    norm: None, "layer" or "rms", with norm_weight and norm_bias or None. norm_scale, norm_shift: [B, d] or [B, 1, ..., d], a
-    vector for each sample (adaLN: DiT, SD3, Flux), of a norm before the branch, as in attention_block. post_norm as norm, of
-    what the branch gives (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2,
-    ConvNeXt), or one for each sample, [B, e] or [B, 1, ..., e] (the gate of adaLN). Backward recomputes what the branch gives
-    for a norm behind it and for trained vectors: by one matmul, at "full" by all. dropout_p of the hidden layer,
-    resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d] has B samples, x
-    [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up" and "down". The
-    activation is a pass of its own. recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is
-    always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
-    RuntimeError (backend).
+
+    norm, post_norm: None, "layer" or "rms", each with a weight and a bias or None; post_norm is of the branch's output (Gemma
+        2, OLMo 2, Swin v2).
+    norm_scale, norm_shift: [B, d] or [B, 1, ..., d], a vector per sample for a norm before the branch (adaLN: DiT, SD3, Flux).
+    layer_scale: a number (Granite), a vector [e] (CaiT, DINOv2, ConvNeXt), or one per sample, [B, e] or [B, 1, ..., e] (the
+        gate of adaLN).
+    dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of the branch, and of whole samples of the branch
+        (stochastic depth; x [B, ..., d] has B samples, x [tokens, d] is one).
+    lora: as in attention_block, of the layers "gate", "up" and "down". The activation then runs as a separate pass.
+    recompute: as in mlp and gated_mlp; a norm is always recomputed. A norm behind the branch or a trained layer_scale makes
+        backward recompute the branch's output: one more matmul, at "full" all of them.
+    Raises: see Conventions.
     """
 
 
@@ -315,26 +319,19 @@ def mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
+    """Computes y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
 
-    x [..., d], fc1_weight [h, d], fc1_bias [h] or None, fc2_weight [e, h], fc2_bias [e] or None -> y [..., e] in x's
-    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops.
+    x [..., d], fc1_weight [h, d], fc1_bias [h] or None, fc2_weight [e, h], fc2_bias [e] or None -> y [..., e].
 
     activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
-    dropout_p, training: dropout after the activation, replayed in backward from 16 bytes; p is rounded to k/65536.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
+    dropout_p, training: dropout after the activation.
+    recompute: what is saved besides parameters, and matmuls in forward + backward:
 
         "none"       x, h (relu); x, z, h (others)     6
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
-    counted.
-
-    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
-    probability, workspace), RuntimeError (backend).
+    Raises: see Conventions.
     """
     t = BranchTensors(None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
     return run(_apply_mlp, "mlp", x, t, activation, dropout_p, training, recompute, workspace)
@@ -355,24 +352,19 @@ def gated_mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
+    """Computes y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
 
-    x [..., d], gate_weight and up_weight [h, d], down_weight [e, h], biases [h], [h], [e] or None -> y [..., e] in x's
-    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. SwiGLU is
+    x [..., d], gate_weight and up_weight [h, d], down_weight [e, h], biases [h], [h], [e] or None -> y [..., e]. SwiGLU is
     activation="silu", GEGLU "gelu" (Shazeer 2020, arXiv 2002.05202).
 
-    dropout_p, training: dropout of the hidden layer, replayed in backward from 16 bytes; p is rounded to k/65536.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
+    dropout_p, training: dropout of the hidden layer.
+    recompute: what is saved besides parameters, and matmuls in forward + backward:
 
         "none"       x, g, u, h    9
         "selective"  x, g, u       9
         "full"       x            11
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
-    counted.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
-    probability, workspace), RuntimeError (backend).
+    Raises: see Conventions.
     """
     t = BranchTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
     return run(_apply_gated, "gated_mlp", x, t, activation, dropout_p, training, recompute, workspace)
