@@ -1,17 +1,17 @@
-"""How a matmul with an epilogue is made where kernels run: by the launchers of triton_kernels, or by what takes less time.
+"""Implementations of matmuls with an epilogue, where kernels run: the launchers of triton_kernels, or a library.
 
 | implementation | z = x w^T + b and h = act(z) | backward at "full" |
 |---|---|---|
 | triton | one kernel | both matmuls in one kernel (three of a gated MLP), with h and dz in its epilogue: z is never written |
 | library | cuBLAS, then one elementwise kernel | cuBLAS twice, then elementwise kernels |
 
-In PyTorch ops there is one, `eager`. `default_impl` says which of them runs where nothing was tuned.
+PyTorch ops have one implementation, `eager`. `default_impl` returns the implementation where nothing was tuned.
 
-An implementation is one of the ops' static arguments, chosen in forward and saved for backward. On "triton" recompute equals
-forward bit for bit, whatever the tiles (all add in the same order). On "library" the recompute runs the matmuls of forward, of
-the same shapes, for which cuBLAS chooses alike; with another number of rows in a chunk it may not.
+The implementation is an option of the op, chosen in forward and saved for backward. On "triton" recompute equals forward bit
+for bit, whatever the tiles (all add in the same order). On "library" the recompute runs the matmuls of forward, of the same
+shapes, for which cuBLAS chooses alike; with another number of rows in a chunk it may not.
 
-The matmuls of experts, on "library": torch's grouped_mm where its CUTLASS kernel runs; elsewhere our kernels.
+The matmuls of experts on "library" run torch's grouped_mm where its CUTLASS kernel runs, and our kernels elsewhere.
 
 | matmul | grouped_mm | our kernels |
 |---|---|---|
@@ -19,8 +19,8 @@ The matmuls of experts, on "library": torch's grouped_mm where its CUTLASS kerne
 | between two matmuls | one elementwise pass, in place | the matmul's epilogue |
 | with a bias, or added to a float32 sum | does not exist | these run |
 
-Where its kernel does not run, grouped_mm copies the offsets to the host and multiplies one expert after another. Rows beyond
-the last offset are not written: what they hold is read by elementwise passes alone, which write it to the same rows.
+Where its kernel does not run, grouped_mm copies the offsets to the host and multiplies one expert after another. It does not
+write rows beyond the last offset. Only elementwise passes read them, and they write what they read to the same rows.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def capability_of(x: Tensor) -> tuple[int, int]:
 
 
 def runs_grouped(groups: eager.Groups, *operands: Tensor) -> bool:
-    """Says whether torch's kernel takes these operands, rows [R, K] or stacks [E, N, K]: bfloat16, and sizes of a matrix,
-    strides and addresses of 16 bytes, as TMA wants them. It asks for no value of a tensor."""
+    """Returns whether torch's kernel takes these operands, rows [R, K] or stacks [E, N, K]: bfloat16, and matrix sizes, strides
+    and addresses in multiples of 16 bytes, as TMA needs. Reads no tensor's values."""
     return (
         groups.order.numel() > 0
         and 0 < groups.offs.numel() - 1 <= MOST_EXPERTS
@@ -72,7 +72,8 @@ def _grouped_mm(a: Tensor, b: Tensor, groups: eager.Groups) -> Tensor:
 
 
 class GroupedExperts:
-    """Replaces the experts' launchers, with the same arguments and results. kernels: has the launchers of triton_kernels."""
+    """Replaces the experts' launchers, with the same arguments and results. kernels: the module of launchers, triton_kernels.
+    """
 
     kernels: ModuleType
 
@@ -115,7 +116,7 @@ class GroupedExperts:
 
 
 class Kernels:
-    """Gives the kernels as they are, and the matmuls without an epilogue, which are cuBLAS's."""
+    """The implementation "triton": the kernels as they are, and cuBLAS for matmuls without an epilogue."""
 
     def __init__(self, kernels: ModuleType):
         self.kernels = kernels
@@ -131,13 +132,13 @@ class Kernels:
 
 
 class Library(GroupedExperts, Kernels, Steps):
-    """Runs cuBLAS's matmuls, and elementwise kernels between them."""
+    """The implementation "library": cuBLAS's matmuls, and elementwise kernels between them."""
 
     recomputes_relu = True  # by the matmul that forward ran: relu's own result tells what z would
 
     def relu(self, x, w, b):
-        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded
-        z. That of tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""
+        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z.
+        The epilogue of tanh-GELU would not round z, so forward and recompute would differ."""
         if b is not None and x.is_cuda and x.shape[1]:  # without features ATen gives b as it is
             return torch._addmm_activation(b, x, w.t())
         return super().relu(x, w, b)
@@ -151,7 +152,7 @@ SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input o
 
 
 def size_class(features: int) -> int:
-    """Returns the class of SIZES; a number, even if torch.compile has a symbol for `features`."""
+    """Returns the class of SIZES; an int, even if torch.compile has a symbol for `features`."""
     for most in SIZES:
         if features <= most:
             return most
@@ -159,7 +160,7 @@ def size_class(features: int) -> int:
 
 
 def size_text(size: int) -> str:
-    """Returns a class in words."""
+    """Describes a class of SIZES in words."""
     return f"up to {size} features" if size < SIZES[-1] else f"more than {SIZES[-2]} features"
 
 
@@ -171,9 +172,9 @@ MEASURED = {("moe_mlp", (9, 0)): ("triton", 2048)}
 
 
 def default_impl(op: str, capability: tuple[int, int], dtype: torch.dtype, size: int) -> str:
-    """Returns the implementation where nothing was tuned: what was measured to take less time there, else libraries, which
-    their makers tune for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute.
-    What libraries have no route for takes the kernels: chains of narrow layers, and experts where grouped_mm has no fast
-    path (`runs_grouped`)."""
+    """Returns the implementation where nothing was tuned: kernels where these were measured to take less time, else libraries,
+    which are tuned for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute. On
+    "library", chains of narrow layers, and experts where grouped_mm has no fast path (`runs_grouped`), still run our kernels.
+    """
     impl, features = MEASURED.get((op, capability), ("library", 0))
     return impl if size <= features and dtype.itemsize == 2 else "library"
