@@ -1,4 +1,4 @@
-"""Tiles of an expert's rows: their sizes, which rows are whose, and where its matrices lie."""
+"""Tiles of an expert's rows: their sizes, the rows of each expert, and the place of its matrices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FEW_ROWS = 256
 
 
 def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: torch.Tensor) -> Tile:
-    """As `tile.tile_for`, for matrices and stacks of them."""
+    """Returns the tile, as `tile.tile_for`, for matrices and stacks of them."""
     arch = arch_of(x)
     if arch == INTERPRETER:
         return INTERPRETED_TILE
@@ -76,7 +76,7 @@ def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: to
 
 @triton.jit(do_not_specialize=["E", "MAX_TILES"])
 def _tiles_kernel(offs_ptr, tiles_ptr, E, MAX_TILES, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """tiles [2, MAX_TILES]: the expert of each tile of rows (-1: there is no such tile), and its first row.
+    """Writes tiles [2, MAX_TILES]: the expert of each tile of rows (-1: there is no such tile), and its first row.
 
     Program e writes expert e's, behind those of all experts before it; program E the rest.
     """
@@ -103,7 +103,7 @@ def _tiles_kernel(offs_ptr, tiles_ptr, E, MAX_TILES, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(expert or -1, rows [BLOCK_M], R in place of those that are not its own, tile column)."""
+    """Returns the expert or -1, its rows [BLOCK_M] (R in place of those that are not its own), and the tile column."""
     tile, pid_n = program_tile(MAX_TILES * BLOCK_M, N, BLOCK_M, BLOCK_N)
     expert = tl.load(tiles_ptr + tile)
     rows = tl.load(tiles_ptr + MAX_TILES + tile) + tl.arange(0, BLOCK_M)
@@ -112,18 +112,18 @@ def expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def of_expert(w_stack, expert, UNIT: tl.constexpr):
-    """(ptr, stride of rows) of one expert's matrix; all strides are multiples of UNIT (tile.unit_of)."""
+    """Returns (ptr, stride of rows) of one expert's matrix; all strides are multiples of UNIT (tile.unit_of)."""
     w_ptr, stride_we, stride_wn = w_stack
     return w_ptr + expert.to(tl.int64) * multiple(stride_we, UNIT), multiple(stride_wn, UNIT)
 
 
 def stacked(w: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(ptr, stride of matrices, stride of rows)."""
+    """Returns (ptr, stride of matrices, stride of rows)."""
     return w, w.stride(0), w.stride(1)
 
 
 def dense_groups(groups):
-    """Order, inverse and offsets with their elements side by side: hooks on saved tensors may give others."""
+    """Returns groups whose order, inverse and offsets are contiguous: hooks on saved tensors may return others."""
     return tuple(t.contiguous() for t in groups[:3])
 
 
