@@ -275,7 +275,7 @@ def _attn_fwd_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three do not fit into the registers
+        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three phases do not fit into the registers
         if ONE_PHASE:
             full_hi = lo
         elif LEFT:
@@ -520,7 +520,7 @@ def attn_bwd(
         if out is not None and out.stride(-1) != 1 and out.shape[-1] > 1:
             raise ValueError(f"dq, dk and dv must have an inner stride of 1, but one has strides {out.stride()}")
     B, H, Sq, Sk, window, flags = _common(q, k, core, v, do, dq, dk, dv)
-    # a loop of their own, without masks, for the tiles that all see all of; where two loops fit into the registers
+    # fully visible tiles get a loop of their own without masks, where two loops fit into the registers
     plain = core.mask is None and core.slopes is None and core.window[0] is None and not core.softcap
     flags["PHASED"] = plain and q.shape[-1] <= 128
     if packed:

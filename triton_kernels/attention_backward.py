@@ -155,7 +155,7 @@ def _dkdv_step(
         p = signed.to(tl.float32, bitcast=True)
         dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if scale[1] is not None:
-        p *= 1.0 - qk * qk  # here, where tanh is at hand; the sign stays
+        p *= 1.0 - qk * qk  # qk holds tanh here; the sign stays
     dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
     dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     if state_ptr is not None:
@@ -649,7 +649,7 @@ def _attn_dmask_kernel(
     tiles: those of a plane of dmask.
     """
     slopes_ptr, stride_slopeb = slopes
-    window = (left, right, 0)  # a mask that trains has all rows
+    window = (left, right, 0)  # a mask with a gradient has all rows
     pid = tl.program_id(0)
     plane = pid // tiles
     tile = pid % tiles

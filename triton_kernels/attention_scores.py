@@ -144,8 +144,7 @@ def score_tile(
 def column_phases(
     m0, Sk, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """Returns lo, full_lo, full_hi, hi of the column tiles that rows m0.. see: those in [full_lo, full_hi) need no edge mask.
-    """
+    """Returns lo, full_lo, full_hi, hi of the column tiles that rows m0.. see; [full_lo, full_hi) need no edge mask."""
     left, right, _ = window
     lo = 0
     full_lo = 0

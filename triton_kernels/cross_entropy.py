@@ -41,10 +41,10 @@ from .tile import (
     upcast,
 )
 
-HEADROOM = tl.constexpr(2.0**15)  # the largest of what is saved, so that float16 holds exponentials down to e^-27
+HEADROOM = tl.constexpr(2.0**15)  # the largest saved value, so that float16 holds exponentials down to e^-27
 NEG_INF = tl.constexpr(float("-inf"))
 LAST = tl.constexpr(2.0**24)  # beyond the classes of an arg max
-ELSEWHERE = tl.constexpr(-1)  # columns of targets that other programs have
+ELSEWHERE = tl.constexpr(-1)  # column of a target in another program's tile
 IGNORED = tl.constexpr(-2)
 
 
@@ -84,8 +84,7 @@ def target_columns(targets, offs_m, M, V):
 
 @triton.jit
 def any_counts(targets, offs_m, M, V):
-    """Returns 1 if a row's target counts, else 0. In float32: the emulator does not know redux.sync, by which integers reduce.
-    """
+    """Returns 1 if a row's target counts, else 0. Reduces float32: the emulator does not know integers' redux.sync."""
     return tl.max((target_columns(targets, offs_m, M, V) != IGNORED).to(tl.float32), axis=0).to(tl.int32)
 
 
@@ -96,7 +95,7 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
     column = target_columns(targets, offs_m, M, V)
     u = logits_tile(acc, b_ptr, offs_v, V, scale)
     z, _ = capped_logits(u, softcap)
-    if saved_rows[0] is not None and softcap is not None:  # now, so that no register holds u beside z
+    if saved_rows[0] is not None and softcap is not None:  # here, so that no register holds u beside z
         store_tile(saved_rows, offs_m, offs_v, mask, cast(u, saved_rows[0].dtype.element_ty))
     inside = (offs_v < V)[None, :]
     z = tl.where(inside, z, NEG_INF)
@@ -117,7 +116,7 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
             weighted *= tl.load(cw_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
         tl.store(wz_ptr + at, tl.sum(weighted, axis=1), mask=mask_m)
     z_t = tl.sum(tl.where(column[:, None] == offs_v[None, :], z, 0.0), axis=1)
-    tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # one slice of all
+    tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # only one slice has the target
     log_p = z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]
     p = tl.exp(log_p)
     if entropy_ptr is not None:  # formed of lse, after all else: 256 bytes of spills less than beside it
@@ -232,7 +231,7 @@ def write_gradient(
         if cw_ptr is not None:
             even *= tl.load(cw_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
         dz += even
-    dz = tl.where((column != IGNORED)[:, None] & mask, dz * slope * scale, 0.0)  # whatever an ignored token's x holds
+    dz = tl.where((column != IGNORED)[:, None] & mask, dz * slope * scale, 0.0)  # even if an ignored token's x is NaN
     store_tile(dz_rows, offs_m, offs_v, mask, cast(dz, dz_rows[0].dtype.element_ty))
     if db_ptr is not None:
         tl.store(db_ptr + pid_m.to(tl.int64) * V + offs_v, tl.sum(dz, axis=0), mask=offs_v < V)

@@ -13,7 +13,7 @@
 gelu_tanh uses (1 + tanh u)/2 = s(2u): the interpreter has no tanh. Every act maps 0 to 0: padding stays zero.
 
 The type that z is stored in decides how. float32 takes the formulas as they stand; on a GPU tl.exp(x) is 2^(x log2 e) with
-that matmul rounded: |x|/2 ulps beside torch's exp, seen in the tails alone. 16-bit types take one ex2 and one rcp an
+that product rounded: |x|/2 ulps beside torch's exp, seen in the tails alone. 16-bit types take one ex2 and one rcp an
 element, without their code for subnormals: s(x) is 0 below 2^-126. For x >= 0
     Phi(-x) = exp(-x^2/2) P(t), t = 1/(1 + 0.35 x)
 whose exponential is the density's, too. P is fitted to the relative error: 5e-6 to x = 4, 9e-5 to where ex2 ends, 13.2. So
@@ -85,7 +85,7 @@ def _gaussian(z, EXACT: tl.constexpr):
         return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476), tl.exp(-0.5 * z * z)
     else:
         t = _reciprocal(tl.fma(tl.abs(z), 0.35, 1.0))
-        e = tl.exp2(z * z * -0.7213475204444817)  # of a 16-bit z the square is exact
+        e = tl.exp2(z * z * -0.7213475204444817)  # the square of a 16-bit z is exact
         p = tl.fma(t, -0.10407846, 0.2964028)
         p = tl.fma(p, t, -0.00732361)
         p = tl.fma(p, t, 0.18182005)
@@ -179,8 +179,7 @@ def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
 
 @triton.jit
 def block_of(N, BLOCK_N: tl.constexpr):
-    """Returns row and column of this program's block. One dimension of programs: a second holds 65535, which long rows exceed.
-    """
+    """Returns row and column of this program's block, from one dimension of programs: a second ends at 65535."""
     pid = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
     return pid // columns, pid % columns

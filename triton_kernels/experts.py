@@ -246,8 +246,7 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=Fal
 
 
 def experts_gemm(a, w, b, groups, precision: str, *, transposed: bool):
-    """Computes y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]), for a [R, K].
-    """
+    """Computes y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]); a [R, K]."""
     (R, K), E, N = a.shape, len(w), w.shape[1 if transposed else 2]
     a, w, b = rows_of(a), rows_of(w), None if b is None else b.contiguous()
     offs = groups.offs.contiguous()

@@ -54,8 +54,8 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-# An expert's last tile is half empty: at 256 rows a quarter of the matmuls with tiles of 128, an eighth with 64.
-# Predicted.
+# An expert's last tile is half empty on average: at 256 rows a quarter of the work with tiles of 128, an eighth with 64
+# (predicted).
 FEW_ROWS = 256
 
 

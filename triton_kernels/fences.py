@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 MISSING = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
-_lock = threading.Lock()  # Triton's hook is one for the process
+_lock = threading.Lock()  # Triton's hook is process-wide
 
 
 def fenced(ptx: str) -> str:
@@ -39,7 +39,7 @@ def compile_with(name: str, change, source, target=None, options=None, **others)
     """
 
     def hook(backend=None, stages=None, options=None, language=None, capability=None):
-        if stages is None:  # 3.7 asks for what tells the results apart
+        if stages is None:  # 3.7 asks for a cache key
             return name, name
         change(stages)
 

@@ -51,7 +51,7 @@ class RowTile(NamedTuple):
             "BLOCK_M": self.BLOCK_M,
             "BLOCK_D": self.BLOCK_D,
             "num_warps": self.num_warps,
-            "enable_fp_fusion": False,  # as for every tile: the recomputed h has the bits of the first
+            "enable_fp_fusion": False,  # as for every tile: the recomputed h has the bits of forward's
         }
 
 
@@ -127,7 +127,7 @@ def _norm_fwd_kernel(
 def add_rows(ptrs, mask_d, value):
     """Adds the column sums of `value` to a row that this program alone reads and writes."""
     total = tl.load(ptrs, mask=mask_d, other=0.0) + tl.sum(value, axis=0)
-    tl.debug_barrier()  # the store may deal columns to threads in another way than the load
+    tl.debug_barrier()  # the store may map columns to threads differently than the load
     tl.store(ptrs, total, mask=mask_d)
     tl.debug_barrier()
 
@@ -179,7 +179,7 @@ def _norm_bwd_kernel(
             dx += upcast(load_tile(residual_rows, offs_m, offs_d, mask))
         store_tile(dx_rows, offs_m, offs_d, mask, cast(dx, dx_rows[0].dtype.element_ty))
         if not HELD:
-            dxn = upcast(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: saved until here it would spill
+            dxn = upcast(load_tile(dxn_rows, offs_m, offs_d, mask))  # loaded again: held until here it would spill
             if dweight_ptr is not None:
                 add_rows(dweight_ptr + partial, mask_d, dxn * h)
             if dbias_ptr is not None:

@@ -35,7 +35,7 @@ def placed(dropout: tuple, row_base: int) -> tuple:
 
 
 @triton.jit
-def _round_matmuls(c0, c2):
+def _wide_multiply(c0, c2):
     """Returns the high and low word of 0xD2511F53 c0, and of 0xCD9E8D57 c2.
 
     mul.wide.u32 takes one instruction for both words. tl.philox's umulhi and multiplication take two, and LLVM makes either of
@@ -67,7 +67,7 @@ def philox(c0, c1, c2, c3, k0, k1):
     """Computes Philox4x32-10: the four words of each counter under the key (k0, k1), all uint32; the counter's are of one
     shape."""
     for _ in tl.static_range(10):
-        high0, low0, high2, low2 = _round_matmuls(c0, c2)
+        high0, low0, high2, low2 = _wide_multiply(c0, c2)
         c0 = high2 ^ c1 ^ k0
         c1 = low2
         c2 = high0 ^ c3 ^ k1

@@ -64,7 +64,7 @@ TILES: dict[tuple[int, int], dict[str, Tiles]] = {
     },
     **{(INTERPRETER, width): dict.fromkeys(("16", "tf32", "ieee"), Tiles(*[(32, 4)] * 3)) for width in (32, 64)},
 }  # fmt: skip
-PROGRAMS = {**SMS}  # one an SM
+PROGRAMS = {**SMS}  # one per SM
 
 
 @triton.jit
@@ -221,8 +221,7 @@ def stack_width(x: torch.Tensor, widths: list[int]) -> int | None:
 
 
 def pack_stack(weights, biases, width: int, dtype: torch.dtype):
-    """Packs weights [n_l, k_l] and biases [n_l] or None into zero-padded [L, width, width] and [L, width] (or None) in `dtype`.
-    """
+    """Packs weights [n_l, k_l] and biases [n_l] into zero-padded [L, width, width] and [L, width] (or None) in `dtype`."""
     packed = weights[0].new_zeros((len(weights), width, width), dtype=dtype)
     torch._foreach_copy_([packed[i, : w.shape[0], : w.shape[1]] for i, w in enumerate(weights)], list(weights))
     if not biases:
@@ -271,8 +270,7 @@ def stack_fwd(
 def stack_bwd(
     x, packed_w, packed_b, dy, bits, activation: str, precision: str, *, dx=True, block_m=None, programs=None
 ):
-    """Computes dx [M, K] or None, dw float32 [L, width, width] and db float32 [L, width] or None. bits: relu's, from stack_fwd.
-    """
+    """Computes dx [M, K] or None, and float32 dw [L, width, width], db [L, width] or None. bits: relu's, from stack_fwd."""
     M, K = x.shape
     N = dy.shape[1]
     L, width, _ = packed_w.shape

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     def launch_options(self, **inner: int) -> dict:
         """Returns a launch's options. inner: lengths of the sums in matmuls; EVEN_ and the name says of each whether BLOCK_K
         divides it."""
-        # a fused multiply-add in one caller and not in another would differ in the last bit
+        # a multiply-add that only one caller fuses would differ in the last bit
         options = {**self._asdict(), "enable_fp_fusion": False}
         options |= {f"EVEN_{name}": size % self.BLOCK_K == 0 for name, size in inner.items()}
         return {name: value for name, value in options.items() if value is not None}
@@ -51,8 +51,8 @@ class Tile(NamedTuple):
 INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have tail tiles
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
-# whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). Every entry passes the code-generation check: python -m tests.codegen
+# whose length is not a multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must
+# be smaller). Every entry passes the code-generation check: python -m tests.codegen
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
@@ -111,7 +111,7 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-SMS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
+SMS = {90: 132, 80: 108, INTERPRETER: 3}  # H100 and H200, A100, and a number for tests
 # One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
@@ -218,8 +218,7 @@ def upcast(x):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Rounds float32 to a storage type, to nearest even. The interpreter's own fp32 -> bf16 truncates, so there it rounds bits.
-    """
+    """Rounds float32 to a storage type, to nearest even. The interpreter's fp32 -> bf16 truncates, so there it rounds bits."""
     if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
@@ -308,8 +307,7 @@ def gemm_tile(
 
 @triton.jit
 def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns the tile row and tile column of this program, in groups of 8 tile rows so that neighbours share operands in L2.
-    """
+    """Returns this program's tile row and tile column, in groups of 8 tile rows so that neighbours share operands in L2."""
     GROUP_M: tl.constexpr = 8
     tile = tl.program_id(0)
     num_m = tl.cdiv(M, BLOCK_M)

@@ -33,7 +33,7 @@ from .registration.op import Op, beside_frozen, by_chunks, cast_parameter, rows_
 
 NAME = "linear_distillation"
 X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)
-TOKENS = 16  # of a chunk at least: no kernel's tile asks for more
+TOKENS = 16  # least tokens of a chunk: no kernel's tile needs more
 
 
 class LinearDistillationOptions(NamedTuple):
@@ -115,7 +115,7 @@ class LinearDistillation(Op):
         def log_probabilities(x, w, b, softcap: float) -> Tensor:
             z = reference_logits(rows_2d(x), w, b, 1.0 / o.temperature, softcap / o.temperature)
             if counted is not None:
-                z = z.masked_fill(~counted, 0)  # where these are infinite, derivatives would be NaN
+                z = z.masked_fill(~counted, 0)  # infinite logits of ignored tokens would make derivatives NaN
             log_p = torch.log_softmax(z, 1)
             return log_p if b is None else log_p.clamp_min(torch.finfo(z.dtype).min)
 
@@ -208,7 +208,7 @@ def linear_distillation(
         temperature=float(temperature),
         softcap=check_softcap(NAME, softcap),
         teacher_softcap=check_softcap(NAME, teacher_softcap, "teacher_softcap"),
-        backend=choose_backend(NAME, x, "there is no kernel of it"),
+        backend=choose_backend(NAME, x, "the op has no kernel"),
         workspace=choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
     )
     frozen = (None if tensor is None else tensor.detach() for tensor in (teacher, teacher_weight, teacher_bias))
@@ -309,7 +309,7 @@ def linear_topk_distillation(
 
 def distribution(log_probs: Tensor, padding: Tensor, add_tail_bucket: bool) -> Tensor:
     """Returns normalised log-probabilities [..., k + 1] or [..., k]; equal ones where all are padding."""
-    least = torch.finfo(log_probs.dtype).min / 2  # as good as -inf, but its differences are numbers
+    least = torch.finfo(log_probs.dtype).min / 2  # acts as -inf, but differences stay finite
     log_probs = log_probs.masked_fill(padding, least).clamp_min(least)
     if not add_tail_bucket:
         return log_probs.log_softmax(-1)

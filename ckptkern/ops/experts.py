@@ -44,7 +44,7 @@ INDEX = 1
 LAYERS = ("gate_up", "down")
 UPDATES = tuple(name for layer in LAYERS for name in names_of(layer))
 PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias", *UPDATES)
-READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that x is read for
+READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that read x
 READ_H = frozenset(("down_weight", *names_of("down")))
 ExpertsTensors = namedtuple("ExpertsTensors", ("index", "s", *PARAMETERS))
 
@@ -163,7 +163,7 @@ class ExpertsBranch:
         (a, b), update, du = names_of("down"), self.updates.get("down"), None
         if update is not None and (wanted["dgu"] or wanted["ds"] or a in need):  # not yet weighted
             du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
-        # h times its weight, the gradient of [g | u], that of the weights
+        # h times its weight; the gradients of [g | u] and of the weights; what an update adds to dh
         hs = dgu = ds = h = added = None
         if gu is None and any(wanted.values()) and (self.updates or not (wanted["dgu"] or wanted["ds"])):
             gu = self.gate_up(x, groups)
@@ -174,7 +174,7 @@ class ExpertsBranch:
             else:
                 added = None if du is None else update.input_gradient(p, du, groups)
                 hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *arguments, added=added, **wanted)
-        elif wanted["hs"]:  # forward's h, without the matmul that gives its gradient
+        elif wanted["hs"]:  # forward's h, without the matmul of its gradient
             h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
             hs = (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype)
         gu = h = added = None
@@ -183,12 +183,12 @@ class ExpertsBranch:
             gradients["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
             sums["down_weight"].add(dy, hs, groups, "a")
-        # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
+        # hs is weighted, so dA = du^T hs and dB = dy^T (hs A^T) are weighted once
         if a in need:
             sums[a].add(du, hs, in_order_of_rows(groups), "a")
         if b in need:
             sums[b].add(dy, update.inner(p, hs, groups), groups, "a")
-        hs = du = None  # gone before the other gradients are made
+        hs = du = None  # freed before the other gradients are formed
         if "gate_up_weight" in need:
             sums["gate_up_weight"].add(dgu, x, groups, "b")
         if "gate_up_bias" in need:
@@ -215,7 +215,7 @@ class ExpertsBranch:
     def row_bytes(self, top_k: int) -> int:
         """Returns the bytes of a token's transient tensors in either pass, whichever its experts are."""
         d, N, size = *self.wd.shape[1:], self.dtype.itemsize
-        pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
+        pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and their part of dx
         if self.updates:  # g and u with their update beside them; the tokens' rows; u and du
             pair += size * (4 * N + d + 2 * max(update.a.shape[1] for update in self.updates.values()))
         token = 2 * d * max(size, 4)

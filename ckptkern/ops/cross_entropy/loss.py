@@ -40,7 +40,7 @@ from .op import NAME, LinearCrossEntropy, LinearCrossEntropyOptions, apply, chec
 from .statistics import CLASSES, DIFFERENTIABLE, Sums, TokenResults, of_rows, reference_logits, results_of_logits
 
 SELECTED = "selected_log_probs"
-TOP = 64  # log-probabilities of a token at most
+TOP = 64  # log-probabilities per token at most
 
 
 class TopK(NamedTuple):
@@ -241,7 +241,8 @@ def selected_log_probs(
     check_number(SELECTED, "temperature", temperature)
     if not temperature > 0:
         raise ValueError(
-            f"{SELECTED}: temperature must be positive, not {temperature}; the arg max is return_accuracy's"
+            f"{SELECTED}: temperature must be positive, not {temperature}; "
+            "for the arg max use linear_cross_entropy(..., return_accuracy=True)"
         )
     results = token_results(
         SELECTED,
@@ -312,7 +313,7 @@ def token_results(
     last = first + w.shape[0]
     if weight is not None:
         check_tensor(NAME, "weight", weight, input)
-        # a shard may be followed by other ranks' classes
+        # other ranks' classes may follow a shard
         if weight.dim() != 1 or (len(weight) != last if group is None else len(weight) < last):
             raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
         if weight.requires_grad and torch.is_grad_enabled():
@@ -438,8 +439,8 @@ def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
 
 # -- the loss of all tokens with its gradients formed in forward: three matmuls, and no logits saved
 #
-# Forward takes tokens in chunks and forms, of each, the gradients of the sum of its losses. Backward scales them by that of the
-# loss. Sums over chunks are float32, and a gradient is rounded once, when it is scaled.
+# Forward forms, chunk by chunk, the gradients of the summed losses. Backward scales them by the loss's gradient. Sums over
+# chunks are float32, and a gradient is rounded once, when it is scaled.
 
 
 def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> bool:
@@ -462,8 +463,7 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
 
 
 class SumOfLosses(torch.autograd.Function):
-    """Computes the sum of the losses of all tokens, a scalar in the accumulate dtype. tensors: x, w, b, target, class_weight.
-    """
+    """Computes the sum of all tokens' losses, a scalar in the accumulate dtype. tensors: x, w, b, target, class_weight."""
 
     @staticmethod
     def forward(ctx, o: LinearCrossEntropyOptions, *tensors: Tensor | None) -> Tensor:
@@ -473,7 +473,7 @@ class SumOfLosses(torch.autograd.Function):
         ctx.options, ctx.precision, ctx.weight = o, state.Precision(), tensors[1]
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[:3]]
         x, *others = tensors
-        ctx.save_for_backward(x if needs[1] else None, *others, *grads)  # a frozen weight lets go of x
+        ctx.save_for_backward(x if needs[1] else None, *others, *grads)  # x is not saved for a frozen weight
         return loss
 
     @staticmethod
@@ -484,7 +484,7 @@ class SumOfLosses(torch.autograd.Function):
             if tensors[0] is None:
                 LinearCrossEntropy.missing_input(dy, tensors, ctx.options)
             wanted = [tensor for tensor, need in zip(tensors, needs, strict=False) if need]
-            # those of the loss of each token, whose logits are recomputed, without a low-rank update
+            # gradients of each token's loss, with recomputed logits and without a low-rank update
             with ctx.precision:
                 loss = apply(ctx.options._replace(recompute="full"), *tensors, None, None, None)[0].sum()
                 grads = iter(torch.autograd.grad(loss, wanted, dy, create_graph=True))
@@ -512,8 +512,7 @@ def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tens
 def loss_and_gradients(
     o: LinearCrossEntropyOptions, tensors, needs
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Computes the sum of the losses, and its gradients times the unit: of x in its dtype, of w and b in the accumulate dtype.
-    """
+    """Computes the sum of the losses, and its gradients times the unit: dx in x's dtype, dw and db in the accumulate dtype."""
     x, target, (V, d) = tensors[0], tensors[3].reshape(-1), tensors[1].shape
     p, rows, wide = primitives(o.backend), rows_2d(x), eager.wide_of(x.dtype)
     o, w, b, weights = operands(tensors, o, x.dtype)
@@ -542,7 +541,7 @@ def loss_and_gradients(
             eager.upcast_matmul(outputs.logits, w, out=dx[start:stop])
 
     narrow = x.dtype.itemsize if x.dtype != wide else 0
-    of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # what a token of a chunk holds at most
+    of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # most bytes that a token of a chunk holds
     if o.backend == "eager":
         of_token = V * (wide.itemsize * (3 if o.softcap else 1) + narrow) + 2 * wide.itemsize * d * bool(narrow)
     for start, stop in token_chunks(len(rows), of_token, o.workspace):

@@ -64,8 +64,8 @@ def operands(
 
 # -- the low-rank update: logits of x W^T + u B^T are those of [x | u] and [W | B], u = scale dropout(x) A^T [M, r]
 #
-# Rows of x and of W stand beside theirs in chunks, so that one matmul forms the logits of both, by the launchers that form them
-# without an update. u and dropout(x) are recomputed in backward.
+# [x | u] and [W | B] are joined chunk by chunk, so that one matmul forms the logits, by the launchers that run without an
+# update. u and dropout(x) are recomputed in backward.
 
 
 class UpdateTensors(NamedTuple):
@@ -89,16 +89,16 @@ class UpdatedHead:
 
     def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o: Any, needs: int = 0):
         self.rows, self.w, self.o, self.p = rows, w, o, primitives(o.backend)
-        self.update, self.given = update_of(tensors, o), UpdateTensors(*tensors[-3:])
+        self.update, self.tensors = update_of(tensors, o), UpdateTensors(*tensors[-3:])
         self.b = self.update.b.to(rows.dtype)
-        # of a row of [x | u], or of [W | B]; of a token's [x | u] with x in the update's dtype, dropped, and steps between
+        # bytes of a row of [x | u] or [W | B]; of a token's [x | u] with dropout(x), x in the update's dtype, and steps between
         self.bytes_beside = (w.shape[1] + self.b.shape[1]) * w.dtype.itemsize
         self.bytes_of_token = self.bytes_beside + 3 * w.shape[1] * self.update.a.dtype.itemsize
-        place = len(tensors) - len(self.given)
+        place = len(tensors) - len(self.tensors)
         self.needs_x, self.needs_a, needs_b = needed(needs, 0), needed(needs, place), needed(needs, place + 1)
         self.du: Tensor | None = None
         self.da: Tensor | None = None
-        self.db = torch.empty_like(self.given.head_lora_b) if needs_b else None
+        self.db = torch.empty_like(self.tensors.head_lora_b) if needs_b else None
 
     def chunks(self) -> list[tuple[int, int]]:
         """Returns the [start, stop) ranges of tokens that backward takes at once, which fit a quarter of the workspace."""
@@ -164,7 +164,7 @@ class UpdatedHead:
         if self.du is None:
             return
         chunks = self.chunks()
-        da = WeightGrad(self.given.head_lora_a, len(chunks)) if self.needs_a else None
+        da = WeightGrad(self.tensors.head_lora_a, len(chunks)) if self.needs_a else None
         for start, stop in chunks:
             du = self.du[start:stop].mul_(self.update.scale).to(self.update.a.dtype)
             if dx is not None:
@@ -216,7 +216,7 @@ def statistics_of(
             named["parts"] = outputs.parts.t()
         if o.top_k:
             values, classes = outputs.z.topk(min(o.top_k, V), 1)
-            beside = (0, o.top_k - values.shape[1])  # where there are fewer classes
+            beside = (0, o.top_k - values.shape[1])  # padding where there are fewer than top_k classes
             named["top_z"] = F.pad(values, beside, value=-torch.inf)
             named["top_v"] = F.pad((classes + head.first).to(values.dtype), beside)
         if candidates is not None:
@@ -226,7 +226,7 @@ def statistics_of(
             )
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
+    # kernels hold only what they save, and the width of their parts may depend on the chunk
     if keep and o.backend != "eager" and not holds:
         return of_tokens(0, M)
     of_token = token_bytes(rows, V, o) + (0 if updated is None else updated.bytes_of_token)
@@ -235,11 +235,11 @@ def statistics_of(
 
 def token_bytes(x: Tensor, V: int, o: Any) -> int:
     """Returns the bytes of a token's transient tensors in forward, for V rows of w."""
-    holds = o.top_k + o.candidates > 0  # logits, after their statistics are formed
+    holds = o.top_k + o.candidates > 0  # logits outlive their statistics
     if o.backend == "eager":
         buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + holds
         return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.dtype.itemsize if o.recompute != "full" else 0))
-    # of slices: lse, wz, entropy, the largest and its class
+    # per slice: lse, wz, entropy, the largest logit and its class
     of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
     return 4 * primitives(o.backend).slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * holds
 
@@ -255,9 +255,8 @@ def statistics_with_update(
     for start, stop in vocabulary_chunks(updated.w.shape[0], of_entry, half):
         bias, per_class = (None if tensor is None else tensor[start:stop] for tensor in (b, weights))
         others = bias, target, per_class, candidates, own, start, updated
-        parts.append(
-            statistics_of(updated.rows, updated.weights(start, stop), *others)
-        )  # whose weights have no name here
+        # the weights have no name here, so that they are freed before the next range's
+        parts.append(statistics_of(updated.rows, updated.weights(start, stop), *others))
     return combined(TokenStatistics(**{name: torch.stack([part[name] for part in parts]) for name in parts[0]}))
 
 
@@ -290,7 +289,7 @@ def head_gradients(
     need_dx, need_dw, need_db = (needed(needs, place) for place in (X, W, B))
     widest = -(-V // (COLUMNS * max(len(chunks), 1))) * COLUMNS
     workspace_rows = lse.new_empty((M, widest), dtype=dtype)
-    summed = len(chunks) != 1 or bool(group)  # then dx is a sum of several matmuls, in the wide type
+    summed = len(chunks) != 1 or bool(group)  # dx is then a sum of several matmuls, in the accumulate dtype
     dx = lse.new_empty((M, d), dtype=lse.dtype if summed else dtype) if need_dx else None
     main = main_grad_of(parameter) if need_dw else None
     dw = torch.empty_like(parameter) if need_dw and main is None else main
@@ -349,8 +348,7 @@ class LinearCrossEntropyOptions(NamedTuple):
     candidates: int
 
     def targets(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns target [M], and candidates [M, k] or None. With candidates, the target is one of them, or ignored if all are.
-        """
+        """Returns target [M], and candidates [M, k] or None. The target is then a candidate, or ignored if all are."""
         if not self.candidates:
             return target.reshape(-1), None
         candidates = target.reshape(-1, self.candidates)
@@ -395,12 +393,12 @@ class LinearCrossEntropy(Op):
         if o.group:
             statistics, entries = gathered(statistics, V, o.group, o.size)
             check_targets(classes, entries, o.ignore_index)
-            if o.equal_shards:  # of sizes that differ: a ValueError on a CPU, a device-side assertion on a GPU
-                message = f"{NAME}: without vocab_start all ranks have shards of equal size"
+            if o.equal_shards:  # a ValueError on a CPU, a device-side assertion on a GPU
+                message = f"{NAME}: without vocab_start all ranks must have shards of equal size"
                 if not entries.is_cpu:
                     torch._assert_async(entries == V * o.size, message)
                 elif entries != V * o.size:
-                    raise ValueError(f"{message}, but here are {V} of {int(entries)} classes on one of {o.size} ranks")
+                    raise ValueError(f"{message}, but this rank of {o.size} has {V} of {int(entries)} classes")
         y = Sums(target, all_weights, o, entries).results(statistics, o.results, candidates)
         saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
         return y, saved | statistics._asdict()
@@ -422,16 +420,16 @@ class LinearCrossEntropy(Op):
         updated = UpdatedHead(rows, w, tensors, o, needs) if o.lora else None
 
         transient = M * dtype.itemsize
-        if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
-            narrow, saved_too = int(dtype != wide), int(logits is not None)  # a symbolic number takes no bool
+        if o.backend == "eager":  # float32 logits, tensors of the softcap's slope, and copies by a CPU's matmuls
+            narrow, saved_too = int(dtype != wide), int(logits is not None)  # int: symbolic numbers do not take bools
             held = max(narrow + saved_too, 3 if o.softcap else 0) + ("entropy" in o.results)
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
-        elif candidates is not None and dtype != wide:  # what is rounded after the candidates are added
+        elif candidates is not None and dtype != wide:  # gradients that are rounded after the candidates are added
             transient += M * wide.itemsize
         workspace = o.workspace
         if updated is not None:
             transient += updated.bytes_beside
-            # u and du of all tokens, and a copy of u that is joined of chunks
+            # u and du of all tokens, and a copy of u, which torch.cat joins from chunks
             of_all = M * updated.b.shape[1] * (2 * dtype.itemsize + 4 * max(1, dtype.itemsize // 4))
             workspace = None if workspace is None else workspace - workspace // 4 - of_all
 
@@ -441,7 +439,7 @@ class LinearCrossEntropy(Op):
             per_class = weights[here] if weights is not None and o.label_smoothing else None
             arguments = target, per_class, lse, gradients
             bias = None if b is None else b[start:stop]
-            # p and the candidates' gradients cancel where p is near 1: they meet before they are rounded
+            # p and the candidates' gradients cancel where p is near 1, so they are added before rounding
             apart = candidates is not None and dtype != wide
             out = lse.new_empty((M, dz.stride(0)))[:, : stop - start] if apart else dz
             if updated is not None:
@@ -477,7 +475,9 @@ class LinearCrossEntropy(Op):
     def reference(tensors, o):
         x, w, b, target, class_weight, *_ = tensors
         if o.group:
-            raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
+            raise NotImplementedError(
+                f"{NAME}: second-order gradients and tensor subclasses are not supported over a group"
+            )
         z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap, update_of(tensors, o))
         weight = None if class_weight is None else class_weight.detach()
         target, candidates = o.targets(target)

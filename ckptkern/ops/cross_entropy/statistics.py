@@ -34,8 +34,14 @@ class TokenResults(NamedTuple):
     top_k: Tensor | None = None
 
 
-DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # those that `Sums.gradients` reads
-CLASSES = 2**24  # a class that is a result is a number of the wide type
+DIFFERENTIABLE = (
+    "loss",
+    "lse_squared",
+    "lse",
+    "log_probs",
+    "entropy",
+)  # results whose gradients `Sums.gradients` reads
+CLASSES = 2**24  # y holds classes in the accumulate dtype, exact up to here
 
 
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
@@ -55,7 +61,7 @@ def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
 class Sums:
     """The terms of a token's loss besides its statistics: the class weight, and label smoothing over all classes.
 
-        loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
+    loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
 
     def __init__(self, target: Tensor, class_weight: Tensor | None, o: Any, entries):
@@ -87,9 +93,9 @@ class Sums:
     def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
         """Returns the coefficients of dz, from the gradients dy of the results, by
 
-            d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
+        d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
         """
-        of_p, of_target, wz = [], [], None  # what is added up
+        of_p, of_target, wz = [], [], None  # terms of the sums
         if dy.lse is not None:
             of_p.append(dy.lse)
         if dy.lse_squared is not None:
@@ -133,7 +139,9 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
     """Combines the statistics of parts of the vocabulary, stacked in order along dimension 0, into those of the whole."""
     z_t, wz, z_c = (None if tensor is None else tensor.sum(0) for tensor in (ranks.z_t, ranks.wz, ranks.z_c))
     whole = TokenStatistics(lse=torch.logsumexp(ranks.lse, 0), z_t=z_t, wz=wz, z_c=z_c)
-    if ranks.entropy is not None:  # of shares p of the whole: sum_ranks p (entropy - log p), 0 where p is 0
+    if (
+        ranks.entropy is not None
+    ):  # sum_ranks p (entropy - log p), p a rank's share of the probabilities; 0 where p is 0
         log_p = ranks.lse - whole.lse
         parts_of_it = log_p.exp() * (ranks.entropy - log_p)
         whole = whole._replace(entropy=parts_of_it.masked_fill(log_p == -torch.inf, 0).sum(0))
@@ -184,7 +192,7 @@ def results_of_logits(
     else:
         target = classes = target.reshape(-1)
         ignored, options = target == ignore_index, options | {"ignore_index": ignore_index}
-        z = z.masked_fill(ignored[:, None], 0)  # where these are infinite, derivatives would be NaN
+        z = z.masked_fill(ignored[:, None], 0)  # infinite logits of ignored tokens would make derivatives NaN
     loss = F.cross_entropy(z, target, weight, label_smoothing=smoothing, **options)
     log_probs = F.cross_entropy(z, target, **options).neg()
     lse = torch.logsumexp(z, 1)

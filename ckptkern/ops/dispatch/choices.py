@@ -178,10 +178,10 @@ class _Choice:
 
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
-        self.impl = ""  # of all matmuls, instead of the table's
-        # bytes, "" for the device's default; in digits, because a number that changes becomes a symbol
+        self.impl = ""  # for all matmuls, instead of the table's
+        # bytes in digits, "" for the device's default; a str, because torch.compile turns an int that changes into a symbol
         self.workspace = ""
-        self.seen: list[tuple] | None = None  # the arguments of choose_impl, while somebody asks
+        self.seen: list[tuple] | None = None  # records the arguments of choose_impl if it is a list
 
 
 _choice = _Choice()
@@ -259,7 +259,7 @@ def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size
     row = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
     if row:
         return row["impl"]
-    # on a CPU, where kernels are interpreted or emulated, that of the GPU that they are tuned for
+    # a CPU interprets or emulates kernels and takes the implementation of the GPU that they are tuned for
     capability = (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
     return _impls.default_impl(op, capability, dtype, size)
 
@@ -349,13 +349,13 @@ def read_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# The modules that define the unpack hooks: of torch's checkpoint, of ours in forward, and of ours in recompute.
+# Modules whose unpack hooks show a checkpoint: torch's, ours in forward, and ours in recompute.
 _TRANSFORMS, _BACKWARD = int(Observed.TRANSFORMS), int(Observed.BACKWARD)
 _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
 RECOMPUTING = ("torch.utils.checkpoint", unpack_saved.__module__, "ckptkern.segments.segment")
 
 
-_NESTED = threading.local()  # keeps_modes: this thread's ops keep to their own mode inside a region (`nn.LayerStack`)
+_NESTED = threading.local()  # keeps_modes: ops of this thread use their own mode inside a region (`nn.LayerStack`)
 
 
 @contextmanager
@@ -389,7 +389,7 @@ def choose_mode(recompute: str) -> str:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns autocast's dtype for x's device, None if it is off; meta tensors have no autocast."""
-    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # a fifth of the host time of what follows
+    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # a fifth of the time of what follows
         return None
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -426,7 +426,7 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-# Bytes, where no GPU says how much memory it has; the loss takes no more time with less. benchmarks/NOTES.md has the times.
+# Bytes without a GPU. The loss takes no more time with less; benchmarks/NOTES.md has the times.
 WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 
@@ -469,7 +469,7 @@ class workspace:
 
 
 _MODES = int(Observed.MODES)
-UNBOUNDED = 2**62  # of tensors without memory, unless a mode counts what they would take: chunks would only take time
+UNBOUNDED = 2**62  # for meta tensors, where chunks would only take time, unless a mode counts their memory
 
 
 def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0, least: int = WORKSPACE) -> int:

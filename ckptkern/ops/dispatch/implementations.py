@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from ... import eager
 from ...eager.mlp import Steps
 
-CAPABILITIES = ((9, 0), (10, 0))  # of torch's kernel
-NOT_ZEROED = (10, 0)  # leaves an expert without rows what the accumulator held (pytorch#172439, cutlass#2674)
-MOST_EXPERTS = 1023  # of one launch
+CAPABILITIES = ((9, 0), (10, 0))  # that torch's kernel runs on
+NOT_ZEROED = (10, 0)  # torch's kernel leaves garbage in dw of experts without rows (pytorch#172439, cutlass#2674)
+MOST_EXPERTS = 1023  # per launch
 
 
 def capability_of(x: Tensor) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def runs_grouped(groups: eager.Groups, *operands: Tensor) -> bool:
 
 
 def _suits_tma(t: Tensor) -> bool:
-    if t.dim() == 3 and t.stride(2) != 1:  # rows may not: each expert's would have to be multiples of 8
+    if t.dim() == 3 and t.stride(2) != 1:  # not for rows: each expert's number would have to be a multiple of 8
         t = t.mT
     return (
         t.dtype == torch.bfloat16
@@ -72,8 +72,7 @@ def _grouped_mm(a: Tensor, b: Tensor, groups: eager.Groups) -> Tensor:
 
 
 class GroupedExperts:
-    """Replaces the experts' launchers, with the same arguments and results. kernels: the module of launchers, triton_kernels.
-    """
+    """Replaces the experts' launchers, with the same arguments and results. kernels: the launchers' module."""
 
     kernels: ModuleType
 
@@ -134,12 +133,12 @@ class Kernels:
 class Library(GroupedExperts, Kernels, Steps):
     """The implementation "library": cuBLAS's matmuls, and elementwise kernels between them."""
 
-    recomputes_relu = True  # by the matmul that forward ran: relu's own result tells what z would
+    recomputes_relu = True  # by forward's matmul with relu: relu's result holds the mask
 
     def relu(self, x, w, b):
         """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z.
         The epilogue of tanh-GELU would not round z, so forward and recompute would differ."""
-        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen gives b as it is
+        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen returns b without relu
             return torch._addmm_activation(b, x, w.t())
         return super().relu(x, w, b)
 
@@ -156,7 +155,7 @@ def size_class(features: int) -> int:
     for most in SIZES:
         if features <= most:
             return most
-    raise ValueError(f"wanted at most {SIZES[-1]} features, but got {features}")
+    raise ValueError(f"features must be at most {SIZES[-1]}, not {features}")
 
 
 def size_text(size: int) -> str:
@@ -164,8 +163,8 @@ def size_text(size: int) -> str:
     return f"up to {size} features" if size < SIZES[-1] else f"more than {SIZES[-2]} features"
 
 
-# What took less time than libraries in runs under benchmarks/results: (op, compute capability) -> (implementation, up to how
-# many features), in 16 bits. On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024 and
+# Implementations that took less time than libraries in runs under benchmarks/results, in 16 bits: (op, compute capability) ->
+# (implementation, most features). On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024 and
 # 2,048 features (0.62 and 0.81 at "full"). MLPs by kernels took 1.25 of eager's at "full", of 1,024 features, where
 # torch.utils.checkpoint took 1.20: they are not here.
 MEASURED = {("moe_mlp", (9, 0)): ("triton", 2048)}

@@ -1,5 +1,4 @@
-"""State of the running ops: the shard, or the part of a sequence, that they run on. ckptkern.parallel sets it around a forward.
-"""
+"""The shard, or the part of a sequence, that ops run on: state that ckptkern.parallel sets around a forward."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def refuse_context(reason: str) -> None:
     """Raises RuntimeError on a part of a sequence, whose rows the caller would take for all."""
     if ACTIVE.context is not None:
         raise RuntimeError(
-            f"ContextParallel: {reason}, which would attend to this rank's rows alone. Give it no mask of these rows and, of a "
-            "transformers model, neither attention_mask nor position_ids that jump; or leave the module out"
+            f"ContextParallel: {reason}, which would attend to this rank's rows alone. Pass no mask of "
+            "these rows, and to a transformers model neither attention_mask nor position_ids that jump; or leave the module out"
         )
 
 

@@ -16,9 +16,9 @@ import torch
 from ...state.extension import cache
 from .implementations import IMPLS, SIZES
 
-FORMAT = 4  # 2 had tiles, 3 a row for few and one for many rows
+FORMAT = 4  # format 2 had tiles, 3 separate entries for few and many rows
 Key = tuple[str, str, int]  # op, dtype, one of SIZES
-Row = dict[str, Any]  # of a Key, its implementation, and with what it was measured
+Row = dict[str, Any]  # a Key's values, its implementation and its measurements
 
 
 def _version(package: str) -> str:
@@ -74,7 +74,7 @@ def table(device_type: str, index: int | None) -> dict[Key, Row]:
     try:
         file = path(device_type, index)
         rows, why = read(file, machine(device_type, index))
-    except RuntimeError as error:  # there is no home
+    except RuntimeError as error:  # the user has no home folder
         file, rows, why = Path("the table of tuned implementations"), {}, str(error)
     if why:
         warnings.warn(

@@ -28,9 +28,9 @@ from ..sublayer.lora import low_rank, names_of, reference_linear
 LAYERS = ("gate", "up", "down")
 BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
-OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
+OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that do not need dh
 READ_H = OF_DOWN - {"down_bias"}
-# of the layers that read x, in the kernels' order; gated?
+# gated -> the parameters of the layers that read x, in the kernels' order
 INNER = {False: ("up_weight", "up_bias"), True: ("gate_weight", "gate_bias", "up_weight", "up_bias")}
 
 
@@ -78,8 +78,7 @@ class BranchOptions(NamedTuple):
 
 
 def saves(o: Any) -> tuple[str, ...]:
-    """Returns the names of what forward saves besides its tensors: what the activation reads (z, or g and u) and returns (h).
-    """
+    """Returns the names of what forward saves: what the activation reads (z, or g and u) and returns (h)."""
     if o.recompute == "full":
         return ()
     if not o.gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
@@ -186,16 +185,14 @@ class MLPBranch:
                 masks = hidden if drops else 0
             elif (
                 backend == "library"
-            ):  # which writes dz over dh, h over z; dg and du over g and u, h over dh; dropout anew
+            ):  # writes dz over dh, h over z; dg, du over g, u and h over dh; dropout to new memory
                 held += drops - (2 if self.gated else 0)
             return row_bytes(
                 self.dtype, on_gpu, held * hidden, masks, hidden + widest, (3 if self.gated else 2) * hidden
             )
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
-        if (
-            self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
-        ):  # copies of dy and x for the updates' gradients
+        if self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for their gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
         return row_bytes(self.dtype, on_gpu, held, hidden, hidden + widest, 3 * hidden)
 
@@ -207,7 +204,7 @@ class MLPBranch:
         """Runs one kernel; returns the gradients of [z] or [g, u], h if the down weight's gradient reads it, and sums of the
         gradients' columns. before: [z] or [g, u], empty to recompute them."""
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.parts["up"]
-        if type(dy) is Late and o.backend == "triton":  # others read it after what they recompute
+        if type(dy) is Late and o.backend == "triton":  # other implementations recompute first and then read dy
             dy = dy.arrived()
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
@@ -236,10 +233,12 @@ class MLPBranch:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
         if type(dy) is Late and dy.finish is not None and behind and self.gated and not saved:
-            h, before = self.hidden(x, start, save=True)  # else one kernel may recompute and read dy
+            h, before = self.hidden(
+                x, start, save=True
+            )  # before dy arrives: one kernel would both recompute and read dy
             dy = dy.arrived()
         if behind and not self.by_step:
-            # relu's own result tells what z would
+            # relu's result holds the mask
             before = [h] if not before and h is not None else before
             gradients, h, parts = self.fused_gradients(dy, x, before, h, start, sums)
             before = []
@@ -290,7 +289,7 @@ class Sums:
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.need = branch, need
         self.need_dx, self.behind, self.read_h = "x" in need, not OF_DOWN.issuperset(need), not READ_H.isdisjoint(need)
-        self.once = chunks == 1 and not branch.updates  # then `totals` holds gradients
+        self.once = chunks == 1 and not branch.updates  # `totals` then holds gradients
         self.totals: dict[str, Any] = {}
         for name in () if self.once else need:
             if name != "x":

@@ -37,7 +37,7 @@ from ..registration.op import (
 )
 from ..sublayer.lora import reference_linear
 
-X, W, B = range(3)  # of linear_act; X of both
+X, W, B = range(3)  # places in linear_act's tensors; X in linear_stack's too
 
 
 class LinearActOptions(NamedTuple):
@@ -69,7 +69,7 @@ class LinearAct(Op):
         x, w, b = tensors
         p, rows, saves = primitives(o.backend), rows_2d(x), LinearAct.saves(o)
         w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
-        if o.activation == "identity":  # without an epilogue our kernel has nothing to gain
+        if o.activation == "identity":  # without an epilogue our kernel gains nothing
             y, z, bits = p.linear(rows, w, b), None, None
         else:
             keep = dict(save_z="z" in saves, save_bits="bits" in saves)
@@ -250,7 +250,7 @@ class LinearStack(Op):
             packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
             dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needs_x)
             gradients = [None if dx is None else unflattened(dx, x)]
-            of_biases = db if biases[0] is not None else dw  # of which none is needed
+            of_biases = db if biases[0] is not None else dw  # without biases none is needed
             for grad, t, need in zip((*dw, *of_biases), parameters, needs_of, strict=True):
                 part = grad[tuple(map(slice, t.shape))] if need else None
                 gradients.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))

@@ -50,7 +50,7 @@ from ..sublayer.residual import (
 )
 from .branch import LAYERS, BranchOptions, MLPBranch, Sums, check_branch, reference, saves
 
-# Rows like the input's, in the dtype of its sums, that are alive beside the branch's own, and in a norm's backward (eager).
+# Live rows like the input's, in the accumulate dtype: beside the branch's own, and in an eager norm's backward.
 AROUND_BRANCH, AROUND_NORM = 5, 10
 OF_BRANCH = frozenset(
     name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))
@@ -86,7 +86,7 @@ def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
     features, whichever are more."""
     o = sublayer.o
     row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
-    beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
+    beside = AROUND_BRANCH * row  # the branch's input and output, and their gradients
     return max(of_branch + beside, AROUND_NORM * row if o.backend == "eager" else beside)
 
 
@@ -114,7 +114,7 @@ class MLPSublayer(Sublayer):
     ) -> dict[str, Tensor | None]:
         """Computes the gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
-        # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+        # no mode saves f: it is recomputed by one matmul from a saved hidden layer, else by all
         if self.reads_branch(need):
             f = self.drop(branch.result_of(h, {} if branch.updates else saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
@@ -215,9 +215,8 @@ def mlp_block(
     """
 
 
-# -- without anything around it
+# -- mlp and gated_mlp: no norm, residual or dropout around them
 
-# of `mlp` and `gated_mlp`
 BranchTensors = namedtuple("BranchTensors", (*MLPTensors.own, "rng"))
 
 

@@ -149,7 +149,7 @@ def named(function: type, op: type[Op], suffix: str) -> type:
     """Sets the name of the Function from the op's, and that of its node, which shows in grad_fn, profiles and anomaly mode."""
     node = function._backward_cls
     function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
-    node.stash = None  # what the first of two passes leaves in a ctx
+    node.stash = None  # where the first of two passes leaves gradients in a ctx
     node.__name__ = node.__qualname__ = f"{function.__name__}Backward"
     return function
 
@@ -185,7 +185,7 @@ def _gradients(registered: Registered):
     def gradients(dy, flat, options, needs):
         """Computes one gradient per tensor, None where not needed; differentiable only under create_graph."""
         if torch.is_grad_enabled():
-            if flat[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
+            if flat[0] is None and needed(needs, 0):  # else the gradient of x would have no graph to x
                 op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
@@ -196,7 +196,7 @@ def _gradients(registered: Registered):
             if not seen & _OBSERVED or runs_directly(seen):
                 return run_backward(op, dy, flat, options, needs, seen)
             grads = call_backward(registered, dy, flat, options, needs)
-            # not of a graph that is compiled, or of a batch: where dy stands for others
+            # not in a compiled graph or under vmap, where dy is a placeholder or a batch
             if not (compiling or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(dy)):
                 grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
@@ -231,16 +231,14 @@ def _eager_function(registered: Registered, gradients) -> type:
             else:
                 results = run_forward(op, tensors, options, seen)
             weights = None
-            if (
-                seen & _MAIN_GRAD
-            ):  # by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones
+            if seen & _MAIN_GRAD:  # by place: saved-tensor hooks, a checkpoint's too, return detached tensors
                 weights = {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
             ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             if not more:
                 return results[0]
             results = tuple(results[: 1 + len(more)])
-            ctx.set_materialize_grads(False)  # of results that nothing was computed of, backward makes zeros
+            ctx.set_materialize_grads(False)  # backward makes zeros for results without a gradient
             ctx.results = [(t.shape, t.dtype, t.device) for t in results]
             return results
 
@@ -305,7 +303,7 @@ def _in_parts(
         or not (by_hand or (limit and wanted & 1 and wanted != needs and is_first_of_several()))
     ):
         return gradients(dy, flat, options, wanted)
-    stash = Stash(limit, () if ctx.call[4] else flat)  # what hooks give is in memory for this pass alone
+    stash = Stash(limit, () if ctx.call[4] else flat)  # tensors from hooks are in memory for this pass alone
     with stashing(stash):
         grads = list(run_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
     places = [i for i in range(len(grads)) if wanted >> i & 1]
@@ -343,7 +341,7 @@ def _apply(registered: Registered, eager: type, gradients):
             ctx.options, ctx.needs, *tensors = inputs
             more = len(op.more_results)
             ctx.mark_non_differentiable(*output[1 + more :])
-            ctx.set_materialize_grads(more > 0)  # of what is not used, backward reads zeros
+            ctx.set_materialize_grads(more > 0)  # backward reads zeros for unused results
             ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
 
         @staticmethod
@@ -351,7 +349,7 @@ def _apply(registered: Registered, eager: type, gradients):
             more = others[: len(op.more_results)]
             return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
-    class Transformed(Functional):  # Dynamo traces no Function with a jvp
+    class Transformed(Functional):  # Dynamo does not trace a Function with a jvp
         jvp = staticmethod(eager.jvp)
 
     functional, transformed = named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
@@ -383,9 +381,9 @@ def _apply(registered: Registered, eager: type, gradients):
         if compiling:
             needs = wanted(tensors)
             if not needs:
-                # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
+                # without gradients Dynamo would pass a ctx to forward(*args), which does not take it
                 return returned(op, call_forward(registered, tensors, for_inference(options)))
-            # a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function
+            # views replace repeated tensors: Dynamo refuses one tensor as two arguments of a Function
             tensors = tuple(
                 t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
                 for i, t in enumerate(tensors)
@@ -437,7 +435,9 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         def backward(ctx, dy):
             precision = ctx.call[-1]
             if torch.is_grad_enabled():
-                raise NotImplementedError(f"{op.name}: no second-order gradients over a tensor-parallel group")
+                raise NotImplementedError(
+                    f"{op.name}: second-order gradients are not supported over a tensor-parallel group"
+                )
             with contextlib.nullcontext() if precision is None else precision:
                 dx, *grads = _backward(ctx, dy)
             return (None, None, None, None, dx, *grads)
@@ -450,7 +450,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         gathering = None if x is None else shard.gathering(x)
         if not directly:
             df = shard.gathering(arrived(dy).to(dtype))()
-        elif shard.sequence:  # a collective writes it, which is waited for where it is first read
+        elif shard.sequence:  # df is waited for where it is first read
             shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
             df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
         else:
@@ -472,17 +472,20 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         limit = workspace_limit(values_of(options, "workspace"))
         with stashing(Stash(limit, saved, spills=True)):
             dx, *grads = run_backward(op, df, saved, options, needs, seen)
-        if not all(map(is_valid, grads)):  # a body used their memory anew
+        if not all(map(is_valid, grads)):  # a body overwrote their operands
             dx, *grads = gradients(arrived(df), saved, options, needs)
         reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes
-        grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish holds dy only if it reads it
+        grads, added = (
+            [formed(grad) for grad in grads],
+            dy if residual else None,
+        )  # finish() holds dy only if it adds it
 
         def finish() -> Tensor:
             whole = reduced()
             return whole if added is None else whole.add_(arrived(added).to(whole.dtype))
 
-        # handed on if x's gradient goes to a node that takes late ones, and nothing else sees it: no hook of x, no x.grad, and
-        # no call that asks for some gradients alone
+        # passed on late if x's gradient goes to a node that takes it so, and nothing else sees it: no hook of x, no x.grad, and
+        # no pass that asks for some gradients only
         goes_on = (x := ctx.x()) is not None and getattr(ctx.next_functions[0][0], "takes_late", False)
         if held <= limit and goes_on and not (x._backward_hooks or x.retains_grad or state.asked() is not None):
             return [Late(x.shape, dx.dtype, dx.device, finish), *grads]

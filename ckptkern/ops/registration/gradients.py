@@ -40,7 +40,7 @@ class Process:
 
     mode = "auto"
     by_hand: delay_weight_gradients | None = None
-    held = 0  # bytes that wait for a second pass, of all regions
+    held = 0  # bytes that all regions hold for a second pass
 
 
 class Room:
@@ -229,8 +229,8 @@ class delay_weight_gradients:
             weight, delayed, precision = self.queue[0]
             if not is_valid(delayed):
                 raise RuntimeError(
-                    "delay_weight_gradients: what a weight's gradient is formed of was changed in place since backward; flush "
-                    "before an input's memory is used again"
+                    "delay_weight_gradients: an operand of a weight's gradient was changed in place since backward; flush "
+                    "before its memory is used again"
                 )
             with torch.no_grad(), precision:
                 grad = formed(delayed)
@@ -273,10 +273,10 @@ class Late(Tensor):
 
     def arrived(self) -> Tensor:
         if self.finish is not None:
-            self.value, self.finish = self.finish(), None  # what was held for it is freed
+            self.value, self.finish = self.finish(), None  # frees what finish() holds
         return self.value
 
-    def data_ptr(self) -> int:  # which kernels are launched with
+    def data_ptr(self) -> int:  # kernels are launched with it
         return self.arrived().data_ptr()
 
     def __repr__(self, **options: Any) -> str:
@@ -339,7 +339,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     does not.
     """
     main = getattr(weight, "main_grad", None)
-    if isinstance(main, str):  # weight.grad, if this backward accumulates there and nothing asks for what is added
+    if isinstance(main, str):  # weight.grad, if this backward accumulates there and nothing else sees the gradient
         grad = weight.grad
         if (
             type(grad) is not Tensor
@@ -355,7 +355,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.dtype.itemsize > 4):
         raise TypeError(
             f"main_grad must be float32 and of its parameter's shape {tuple(weight.shape)}, but is {main.dtype} of shape "
-            f"{tuple(main.shape)} beside a parameter in {weight.dtype}"
+            f"{tuple(main.shape)} for a parameter in {weight.dtype}"
         )
     return main
 

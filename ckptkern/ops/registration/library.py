@@ -68,7 +68,7 @@ def register(op: type[Op]) -> Registered:
         options = unpack(layout, lists)
         if on_meta:  # in PyTorch ops, all tokens at once
             return replaced(options, backend="eager", fused="", workspace=None)
-        if "auto" in values_of(options, "precision"):  # a compiled graph's, which reads torch's setting when it runs
+        if "auto" in values_of(options, "precision"):  # a compiled graph reads torch's setting when it runs
             options = replaced(options, precision=read_precision())
         return options
 
@@ -87,7 +87,7 @@ def register(op: type[Op]) -> Registered:
         needs = sum(word << _WORD * i for i, word in enumerate(words))
         if on_meta:
             (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
-        # a function of tensors, which changes no main_grad that hangs on one
+        # the op is functional: it changes no main_grad
         tensors = [t.detach() if hasattr(t, "main_grad") else t for t in regrouped(tensors, lists[2])]
         grads = run_backward(op, dy, (*tensors, *saved), options_of(lists, on_meta), needs, _AUTOCAST)
         return [dy.new_empty(0) if g is None else g for g in grads]
@@ -118,8 +118,7 @@ _ADDMM = {torch.ops.aten.addmm: _addmm_flops, torch.ops.aten.addmm_: _addmm_flop
 
 
 def _grouped_mm_flops(a, b, *args, out_val=None, **kwargs) -> int:
-    """Counts grouped_mm: each row of a [R, k] meets one matrix of b [E, k, n], or each column of a [k, R] one row of b [R, n].
-    """
+    """Counts FLOPs: each row of a [R, k] meets one matrix of b [E, k, n], or each column of a [k, R] one row of b [R, n]."""
     return 2 * b.numel() * a.shape[-2] if a.dim() > b.dim() else 2 * a.numel() * b.shape[-1]
 
 
@@ -140,7 +139,7 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
     return flops
 
 
-FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch lacks these
+FLOPS = flop_registry | {  # torch lacks these formulas of ops in the bodies
     **_ADDMM,
     torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
@@ -197,7 +196,7 @@ def layout_of(hint: Any) -> Layout:
         member for member in typing.get_args(hint) if member is not types.NoneType
     )  # IntLikeType is a union, too
     if len(others) == len(typing.get_args(hint)):
-        raise TypeError(f"no list of a schema holds options of type {hint!r}; see layout_of")
+        raise TypeError(f"options of type {hint!r} fit none of the schema's lists; see layout_of")
     return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
 
 

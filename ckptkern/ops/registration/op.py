@@ -49,7 +49,7 @@ class Op:
     decisions: tuple[str, ...] = ()
     kernels = True
     more_results: tuple[str, ...] = ()
-    inference_recompute = "full"  # the mode in which forward writes nothing for a backward
+    inference_recompute = "full"  # the mode in which forward saves nothing
 
     @staticmethod
     def saves(options) -> tuple[str, ...]:
@@ -115,14 +115,14 @@ def with_fields(*parts: Any) -> Callable[[type], type]:
         defaults = {name: value for kind in kinds for name, value in kind._field_defaults.items()}
         extended = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
         extended.__annotations__, extended.__doc__, extended.own = hints, own.__doc__, own._fields
-        for name in vars(own).keys() - vars(extended).keys():  # properties, and values that are no fields
+        for name in vars(own).keys() - vars(extended).keys():  # properties, and values that are not fields
             setattr(extended, name, vars(own)[name])
         return extended
 
     return decorated
 
 
-# -- a call's results, and what backward is given
+# -- a call's results, and the tensors that backward gets
 
 
 def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list[Tensor]:
@@ -183,8 +183,7 @@ def needed_names(kind: type, needs: int) -> frozenset[str]:
 
 
 def mask(kind: type, *names: str) -> int:
-    """Returns the needs that ask for these names: a constant for ops whose methods torch.compile traces, unlike `needed_names`.
-    """
+    """Returns needs of these names: a constant for methods that torch.compile traces, unlike `needed_names`."""
     return sum(1 << i for i, name in enumerate(("x", *kind._fields)) if name in names)
 
 
@@ -247,7 +246,7 @@ def beside_frozen(weights: Iterable[Any], o: Any, dtype: torch.dtype) -> tuple[A
 
     They are held if they take half the workspace at most. Otherwise each is dequantised where it is read, and dropped.
     """
-    if Frozen not in map(type, weights) or o.workspace is None:  # before sizes that may be symbols are compared
+    if Frozen not in map(type, weights) or o.workspace is None:  # first, because sizes may be symbols
         return o, True
     at_once, largest = frozen_bytes(weights, dtype)
     holds = 2 * at_once <= o.workspace
