@@ -429,9 +429,7 @@ def heads_bwd(
     tile = head_tile(D, R) if D else None
     tiles = triton.cdiv(B * S, tile.BLOCK_S) if D else 0
     along_heads, per_program = triton.cdiv(H, HEADS), 1
-    if (need_dweight or need_dbias) and not has_own_rows(
-        weight
-    ):  # else the sums have more columns, or nothing is summed
+    if (need_dweight or need_dbias) and not has_own_rows(weight):  # else more columns are summed, or none
         per_program = max(triton.cdiv(tiles * along_heads, programs(arch_of(dy), WARPS)), 1)
     grid = triton.cdiv(tiles, per_program), along_heads
     shape = (grid[0], H, D) if has_own_rows(weight) else (grid[0] * grid[1], D)

@@ -34,13 +34,7 @@ class TokenResults(NamedTuple):
     top_k: Tensor | None = None
 
 
-DIFFERENTIABLE = (
-    "loss",
-    "lse_squared",
-    "lse",
-    "log_probs",
-    "entropy",
-)  # results whose gradients `Sums.gradients` reads
+DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # read by `Sums.gradients`
 CLASSES = 2**24  # y holds classes in the accumulate dtype, exact up to here
 
 
@@ -139,9 +133,7 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
     """Combines the statistics of parts of the vocabulary, stacked in order along dimension 0, into those of the whole."""
     z_t, wz, z_c = (None if tensor is None else tensor.sum(0) for tensor in (ranks.z_t, ranks.wz, ranks.z_c))
     whole = TokenStatistics(lse=torch.logsumexp(ranks.lse, 0), z_t=z_t, wz=wz, z_c=z_c)
-    if (
-        ranks.entropy is not None
-    ):  # sum_ranks p (entropy - log p), p a rank's share of the probabilities; 0 where p is 0
+    if ranks.entropy is not None:  # sum_ranks p (entropy - log p) of the ranks' shares p, 0 where p is 0
         log_p = ranks.lse - whole.lse
         parts_of_it = log_p.exp() * (ranks.entropy - log_p)
         whole = whole._replace(entropy=parts_of_it.masked_fill(log_p == -torch.inf, 0).sum(0))

@@ -233,9 +233,7 @@ class MLPBranch:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
         if type(dy) is Late and dy.finish is not None and behind and self.gated and not saved:
-            h, before = self.hidden(
-                x, start, save=True
-            )  # before dy arrives: one kernel would both recompute and read dy
+            h, before = self.hidden(x, start, save=True)  # else one kernel recomputes and reads dy at once
             dy = dy.arrived()
         if behind and not self.by_step:
             # relu's result holds the mask

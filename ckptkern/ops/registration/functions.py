@@ -475,10 +475,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         if not all(map(is_valid, grads)):  # a body overwrote their operands
             dx, *grads = gradients(arrived(df), saved, options, needs)
         reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes
-        grads, added = (
-            [formed(grad) for grad in grads],
-            dy if residual else None,
-        )  # finish() holds dy only if it adds it
+        grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish() holds dy only to add it
 
         def finish() -> Tensor:
             whole = reduced()

@@ -192,9 +192,8 @@ def layout_of(hint: Any) -> Layout:
         return Layout("fields", 0, hint, tuple(map(layout_of, typing.get_type_hints(hint).values())))
     if typing.get_origin(hint) is tuple:
         return Layout("many", 0, None, (layout_of(typing.get_args(hint)[0]),))
-    others = tuple(
-        member for member in typing.get_args(hint) if member is not types.NoneType
-    )  # IntLikeType is a union, too
+    # not only unions with None: IntLikeType is a union, too
+    others = tuple(member for member in typing.get_args(hint) if member is not types.NoneType)
     if len(others) == len(typing.get_args(hint)):
         raise TypeError(f"options of type {hint!r} fit none of the schema's lists; see layout_of")
     return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
