@@ -165,22 +165,18 @@ def linear_distillation(
 
     student_input [..., d], student_weight [V, d], student_bias [V]; teacher_input [..., e], teacher_weight [V, e], teacher_bias
     [V] -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction "none". The teacher may have another
-    dtype, and gets no gradient. Logits are float32 and never rounded.
+    dtype, and gets no gradient.
 
-    beta: 0, KL(p, q) = sum_v p_v log(p_v / q_v), the forward KL divergence; 1, KL(q, p), the reverse KL; between them the
-        generalised Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q (GKD, arXiv
-        2306.13649, equation 1; TRL; Liger).
-    temperature: a positive number that divides both models' logits. The loss is not multiplied by its square.
-    softcap, teacher_softcap: c, for c tanh(logits / c) before the temperature (Gemma 2). To scale the logits (Cohere), scale
-        the input.
+    beta: 0, KL(p, q) = sum_v p_v log(p_v / q_v); 1, KL(q, p); between them beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1
+        - beta) q (GKD, arXiv 2306.13649, equation 1).
+    temperature: divides both models' logits. The loss is not multiplied by its square.
+    softcap, teacher_softcap: c, for c tanh(logits / c) before the temperature.
     mask: bool [...], the tokens that count, such as labels != -100; None for all.
-    reduction: "mean" divides by the number of tokens that count; "sum"; "none" gives 0 for tokens that do not count.
-    workspace: forward takes chunks of at least 16 tokens, backward of at least 256 classes. A chunk's rows of student_weight's
-        gradient are rounded once; the float32 sum of student_input's gradient is not counted.
+    reduction: "mean" over the tokens that count; "sum"; "none", 0 for other tokens.
+    workspace: forward takes chunks of at least 16 tokens, backward of at least 256 classes.
 
-    Saves, besides the arguments, 16 bytes per token, the logsumexp of both models' logits in two parts, and for beta > 0 16
-    more, the student's likeliest class and its part of the divergence. Runs four matmuls of the student's weight and two of the
-    teacher's, in PyTorch ops on every device: backend("triton") raises.
+    Saves 16 bytes per token besides the arguments, 32 for beta > 0. Runs four matmuls of the student's weight and two of the
+    teacher's, in PyTorch ops: backend("triton") raises.
     Raises: see Conventions.
     """
     check_input(NAME, student_input, "student_input")
@@ -247,24 +243,19 @@ def linear_topk_distillation(
     vocab_start: int | None = None,
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes the divergence of a student from a teacher's k log-probabilities per token, such as a server returns.
+    """Computes the divergence of a student from a teacher's k log-probabilities per token, such as vLLM's prompt_logprobs.
 
-    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64 [...,
-    k], distinct classes (vLLM's prompt_logprobs) -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction
-    "none". A log-probability of -inf or a token of -100 is padding. The teacher gets no gradient.
+    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k], teacher_tokens int64 [..., k],
+    distinct classes -> the loss, as of linear_distillation. A log-probability of -inf or a token of -100 is padding. The
+    teacher gets no gradient.
 
-    The loss is linear_distillation's over k + 1 or k classes, with the teacher's p_i and the student's q_i, i = 1 ... k, both
-    of the whole vocabulary:
-
-    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q: all other tokens form one class, of at least the
-        float's epsilon. This is at most the divergence of the whole vocabulary. False, p_i / sum_j p_j and q_i / sum_j q_j,
-        blind to the student's other tokens. As in TRL.
-    beta: as in linear_distillation. The reverse KL, 1, weighs the student's tokens, of which the teacher's k tell little.
+    add_tail_bucket: True compares p_1 ... p_k, 1 - sum_i p_i with the same of q: all other tokens are one class. False compares
+        p_i / sum_j p_j with q_i / sum_j q_j, blind to the student's other tokens. As in TRL.
+    beta, mask, reduction: see linear_distillation. The teacher's k tokens tell little for the reverse KL.
     temperature: divides the student's logits; the teacher's log-probabilities should have been computed with it.
-    mask, reduction: see linear_distillation.
     group, vocab_start, workspace: see linear_cross_entropy.
 
-    Calls selected_log_probs on tokens [..., k] and saves what it saves, and some numbers for each of k.
+    Saves what selected_log_probs saves, and some numbers for each of k.
     Raises what linear_cross_entropy raises.
     """
     check_flags(TOPK, add_tail_bucket=add_tail_bucket)

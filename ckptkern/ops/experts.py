@@ -384,26 +384,23 @@ def moe_mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]; mlp_e is the gated MLP of expert e.
+    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j], where mlp_e is expert e's gated MLP.
 
-    mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e], [g | u] = x gate_up_weight[e]^T + gate_up_bias[e].
+        mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e],  [g | u] = x gate_up_weight[e]^T + gate_up_bias[e]
 
     x [..., d], top_k_index [..., k] of integers, top_k_weights [..., k] in any floating dtype, gate_up_weight [E, 2 h, d],
-    down_weight [E, d, h], biases [E, 2 h] and [E, d] or None -> y [..., d]: the layout of transformers 5.
+    down_weight [E, d, h], biases [E, 2 h] and [E, d] or None -> y [..., d], as in transformers 5.
 
-    An index outside of 0..E - 1, such as -1, drops its token-expert pair. An expert may come twice in a row, or for no token:
-    then its gradients are exact zeros. Sums over j ascend in float32, without atomics, so results repeat bit for bit. Nothing
-    waits for the host, and a call can be captured in a CUDA graph.
+    An index outside of 0..E - 1 drops its token-expert pair. An expert without tokens gets zero gradients. Results repeat bit
+    for bit. CUDA graphs can capture a call.
 
-    lora: a ckptkern.LoRA each of "gate_up" and "down", of every expert: a [E, r, in_features] and b [E, out_features, r],
-        without dropout. Saves nothing more.
-    recompute: what is saved besides parameters, and matmuls in forward + backward, of T k rows:
+    lora: a LoRA each of "gate_up" and "down", a [E, r, in_features] and b [E, out_features, r], without dropout.
+    recompute: what is saved besides parameters, and matmuls in forward + backward, of T k rows; routing is top_k_index and
+        top_k_weights:
 
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11
 
-    Routing is top_k_index and top_k_weights. An expert's gradients are summed in float32 and rounded once, or added to a
-    weight's `main_grad`. A chunk of tokens takes all their experts.
     Raises: see Conventions.
     """
     op = "moe_mlp"
@@ -441,10 +438,10 @@ def grouped_gated_mlp(
     """Computes `moe_mlp` of rows that are already in the experts' order, as an all-to-all leaves them.
 
     x [R, d], offs [E] of integers: expert e has rows offs[e - 1] (0 for the first) to offs[e], as in
-    torch.nn.functional.grouped_mm -> y [R, d]. Rows from offs[-1] on give zeros, and get zeros as their gradient.
+    torch.nn.functional.grouped_mm -> y [R, d], 0 from row offs[-1] on.
 
-    row_weights: [R], multiplies y's rows, or None. Weights applied outside of the op need its output saved; here they do not.
-    lora, recompute, workspace: see moe_mlp, which runs. Communication stays outside, and is never repeated.
+    row_weights: [R] or None, multiplies y's rows. Weights applied outside of the op would need its output saved.
+    lora, recompute, workspace: see moe_mlp.
     Raises what moe_mlp raises.
     """
     op = "grouped_gated_mlp"

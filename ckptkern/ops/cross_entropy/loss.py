@@ -100,29 +100,20 @@ def linear_cross_entropy(
     """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) without storing all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
-    scalar, or [...] for reduction "none"; with a return_ argument or top_k, a CrossEntropyOutput. Logits are float32 and never
-    rounded. Names are those of torch.nn.functional.linear_cross_entropy.
+    scalar, or [...] for reduction "none"; with a return_ argument or top_k, a CrossEntropyOutput. A floating-point target [...,
+    V] holds class probabilities and runs in PyTorch ops on all logits.
 
-    weight: [V], of the classes; no gradient.
-    reduction: "mean" divides by the sum of the targets' weights; "sum"; "none".
-    ignore_index: tokens with this target count nowhere.
-    label_smoothing: share of a target that is spread over all classes.
-    logit_scale: multiplies the logits.
-    softcap: c, for c tanh(logits / c) of the scaled logits (Gemma 2).
+    weight, reduction, ignore_index, label_smoothing: as in F.cross_entropy. weight gets no gradient.
+    logit_scale, softcap: logits are multiplied by logit_scale, then become c tanh(logits / c) with c = softcap (Gemma 2).
     z_loss: adds z_loss log(Z)^2, reduced over the tokens that count (PaLM, arXiv 2204.02311).
-    return_lse, return_log_probs, return_entropy: also return log(Z) = logsumexp of the logits; the targets' z_t - log(Z),
-        without weight and label_smoothing; H = -sum_v p_v log p_v. All are differentiable, and 0 where the target is ignored.
+    return_lse, return_log_probs, return_entropy: also return log(Z), z_t - log(Z) and H = -sum_v p_v log p_v, differentiable.
         return_entropy saves 4 bytes per token more.
-    return_accuracy: also returns how often the target has the largest logit, and the class that has it; 0 where the target is
-        ignored.
-    top_k: also returns the k <= 64 largest log-probabilities and their classes, without a gradient. The logits of a chunk of
-        tokens are held for torch.topk.
+    return_accuracy, top_k: also return accuracy and arg_max; the k <= 64 largest log-probabilities and their classes; without
+        gradients.
     lora: a low-rank update of linear_weight, LoRA(a [r, d], b [V, r], scale, dropout_p); not with group. Saves what "full"
-        saves. dropout_p applies in every call: pass 0 in evaluation.
-    group, vocab_start: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows,
-        from vocab_start on (None: equal shards in rank order). input, target, weight (of all classes), the results and input's
-        gradient are equal on all ranks. Runs one all-gather of 8 bytes per token (label_smoothing and return_entropy 4 more
-        each, return_accuracy 8, top_k 8 k) and one all-reduce of input's gradient in float32.
+        saves. Pass dropout_p=0 in evaluation.
+    group, vocab_start: a process group that splits the vocabulary. linear_weight and linear_bias are this rank's rows, from
+        vocab_start on (None: equal shards in rank order); all else is equal on all ranks.
     recompute: bytes saved per token besides the arguments, and matmuls in forward + backward:
 
         "none", "selective"  2 V + V/16 (float32: 4 V + V/16)    3      exponentials of logits; with a softcap, logits
@@ -130,13 +121,9 @@ def linear_cross_entropy(
 
     Where they take fewer bytes (4 V d and input's), "none" saves the gradients of a scalar loss, which eager forward forms.
 
-    workspace: forward takes chunks of at least 128 tokens, backward of at least 256 classes. A chunk's rows of linear_weight's
-        gradient are rounded once; the float32 sum of input's gradient is not counted.
-
-    A floating-point target [..., V] holds class probabilities: PyTorch ops then compute all logits, log_probs are expected
-    ones, and the likeliest class is the target of accuracy.
-    Raises IndexError for a target that is not a class (on a GPU a device-side assertion, as in torch); other errors: see
-    Conventions.
+    workspace: forward takes chunks of at least 128 tokens, backward of at least 256 classes. The float32 sum of input's
+        gradient is not counted.
+    Raises IndexError for a target that is not a class (on a GPU a device-side assertion); other errors: see Conventions.
     """
     flags = {"return_lse": return_lse, "return_log_probs": return_log_probs, "return_entropy": return_entropy}
     flags["return_accuracy"] = return_accuracy
@@ -227,13 +214,11 @@ def selected_log_probs(
 ) -> Tensor | TokenLogProbs:
     """Computes log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without storing logits.
 
-    hidden [..., d], weight [V, d], bias [V], tokens int64 [...] -> float32 (float64 for float64) [...], differentiable to any
-    order; 0 for tokens equal to ignore_index, such as a prompt's. Tokens [..., k], such as a teacher's k likeliest, give [...,
-    k]. Shift tokens, not hidden. Saves 4 bytes per token.
+    hidden [..., d], weight [V, d], bias [V], tokens int64 [...] or k candidates [..., k] -> float32 (float64 for float64) of
+    tokens' shape, 0 for tokens equal to ignore_index; differentiable to any order. Shift tokens, not hidden. Saves 4 bytes per
+    token.
 
-    temperature: a positive number.
-    return_entropy: returns a TokenLogProbs, with the differentiable entropy of that softmax, float32 [...]; saves 4 bytes per
-        token more.
+    return_entropy: returns a TokenLogProbs, with the softmax's entropy; saves 4 bytes per token more.
     lora, ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
     Raises what linear_cross_entropy raises.
     """

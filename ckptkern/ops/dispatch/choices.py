@@ -191,10 +191,9 @@ _choice = _Choice()
 def backend(name: str) -> Iterator[None]:
     """Sets the backend of the ops called inside: "auto", "eager" or "triton".
 
-    "auto", also the default of the environment variable CKPTKERN_BACKEND, runs Triton kernels on the CUDA tensors that they
-    cover, a library's matmuls and attention where ours were not measured to be faster, and PyTorch ops elsewhere. "triton" runs
-    our kernels wherever they exist, and raises where none covers the case. The choice is made in forward and saved for
-    backward.
+    "auto", also the default of CKPTKERN_BACKEND, runs the Triton kernels or library calls that were measured to be faster on
+    CUDA tensors, and PyTorch ops elsewhere. "triton" runs our kernels wherever they exist, and raises where none covers the
+    case. Backward uses forward's choice.
     Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
@@ -449,12 +448,10 @@ class workspace:
         with ckptkern.workspace("16MiB"):       # inside
             loss = model(x)
 
-    The call sets the workspace, and the end of a `with` restores the previous one, as torch.set_grad_enabled does. It is read
-    in forward and saved for backward. torch.compile guards on it.
-
     size: an int, a string such as "64MiB", or None for the device's default: 1/32 of a GPU's memory but at least 256 MiB; on a
-        CPU 32 MiB, or the largest weight in float32 if that is more, and 16 MiB for linear_cross_entropy. Raises ValueError for
-        another size.
+        CPU 32 MiB, or the largest weight in float32 if that is more, and 16 MiB for linear_cross_entropy. Read in forward;
+        backward uses the same.
+    Raises ValueError for another size.
     """
 
     def __init__(self, size: int | str | None):

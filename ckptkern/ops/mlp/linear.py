@@ -122,14 +122,14 @@ def linear_act(
     x [..., k], weight [n, k], bias [n] or None -> y [..., n].
 
     activation: a name in ckptkern.ACTIVATIONS.
-    recompute: what is saved besides parameters, and matmuls in forward + backward (identity saves x in every mode):
+    recompute: what is saved besides parameters, and matmuls in forward + backward ("identity" saves x):
 
                      relu                                     others    matmuls
         "none"       x, y (no memory of its own in a chain)   x, z      3
         "selective"  x, 1 bit per element                     x, z      3
         "full"       x                                        x         4
 
-    A sparse weight runs torch's own ops, and torch chooses what is saved.
+    A sparse weight runs torch's own ops.
     Raises: see Conventions.
     """
     check_options("linear_act", activation, recompute)
@@ -341,11 +341,10 @@ def linear_stack(
 ) -> Tensor:
     """Computes k layers h <- act(h w_l^T + b_l), starting from x, as one region.
 
-    x [..., n_0], weights: k tensors [n_{l+1}, n_l], biases: k tensors [n_{l+1}] or None -> y [..., n_k]. Chains whose widths
-    are all <= 64 run in one kernel forward and one backward; there a token whose hidden layer overflows to inf may give NaN
-    where separate layers would not.
+    x [..., n_0], k weights [n_{l+1}, n_l], k biases [n_{l+1}] or None -> y [..., n_k]. Widths that are all <= 64 run in one
+    kernel per pass; there an infinite hidden value may give NaN.
 
-    activation: a name in ckptkern.ACTIVATIONS, applied after every layer, the last included.
+    activation: a name in ckptkern.ACTIVATIONS, applied after every layer.
     recompute: what is saved besides parameters, and matmuls in forward + backward:
 
         "none", "selective"  every h (relu) or x and every z (others)              3k

@@ -201,16 +201,14 @@ def mlp_block(
 
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
 
-    norm, post_norm: None, "layer" or "rms", each with a weight and a bias or None; post_norm is of the branch's output (Gemma
-        2, OLMo 2, Swin v2).
-    norm_scale, norm_shift: [B, d] or [B, 1, ..., d], a vector per sample for a norm before the branch (adaLN: DiT, SD3, Flux).
-    layer_scale: a number (Granite), a vector [e] (CaiT, DINOv2, ConvNeXt), or one per sample, [B, e] or [B, 1, ..., e] (the
-        gate of adaLN).
-    dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of the branch, and of whole samples of the branch
-        (stochastic depth; x [B, ..., d] has B samples, x [tokens, d] is one).
-    lora: as in attention_block, of the layers "gate", "up" and "down". The activation then runs as a separate pass.
-    recompute: as in mlp and gated_mlp; a norm is always recomputed. A norm behind the branch or a trained layer_scale makes
-        backward recompute the branch's output: one more matmul, at "full" all of them.
+    norm, post_norm: None, "layer" or "rms", each with a weight and a bias or None.
+    norm_scale, norm_shift, layer_scale: a vector per sample, [B, d] or [B, 1, ..., d] (adaLN); layer_scale also a number or a
+        vector [e].
+    dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of the branch, and of whole samples; x [B, ..., d] has
+        B samples, x [tokens, d] is one.
+    lora: as in attention_block, of "gate", "up" and "down".
+    recompute: as in mlp and gated_mlp; norms are always recomputed. A norm behind the branch or a trained layer_scale makes
+        backward recompute the branch's output: one more matmul, at "full" all.
     Raises: see Conventions.
     """
 

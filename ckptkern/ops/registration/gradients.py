@@ -162,10 +162,8 @@ class split_backward:
         "recompute"  each pass recomputes what it reads: nothing is held between them
         "auto"       the default: "stash" while what all regions hold fits one workspace, else "recompute"
 
-    Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. A stash needs a retained graph
-    and the same gradient of the region's result in both passes; otherwise, in compiled graphs, in tensor-parallel regions and
-    under create_graph, each pass recomputes. An activation checkpoint is recomputed once for both passes under the same
-    conditions, and held until the graph is freed. The first pass also forms the gradients of biases and norms.
+    Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. Compiled graphs, tensor-parallel
+    regions and create_graph always recompute.
     Raises ValueError for another mode.
     """
 
@@ -189,11 +187,10 @@ class delay_weight_gradients:
             delayed.flush()     # weights' gradients, while the collective runs
             work.wait()
 
-    `flush` adds to `.grad` (or `main_grad`) what backward would have added, with its bits if no weight has several regions. The
-    end of the `with` flushes the rest, except after an exception. Until then the matmuls' operands are held. Only weights of
-    this package's regions wait, outside of activation checkpoints, in passes that accumulate into `.grad`.
-    Raises ValueError for a parameter with hooks, which would not run; those of DistributedDataParallel and fully_shard cannot
-    be detected. Raises RuntimeError inside another delay_weight_gradients, and in `flush` if an operand was changed in place.
+    The end of the `with` flushes, too. Until then the matmuls' operands are held. Weights of this package's regions wait,
+    outside of activation checkpoints, in passes that accumulate into `.grad` (or `main_grad`).
+    Raises ValueError for a parameter with hooks, which would not run (those of DistributedDataParallel and fully_shard cannot
+    be detected); RuntimeError inside another one, and in `flush` if an operand was changed in place.
     """
 
     def __init__(self, model: nn.Module):
@@ -317,10 +314,8 @@ def accumulate_in_place(model: torch.nn.Module, enabled: bool = True) -> None:
         for micro_batch in micro_batches:       # from the second on
             model(micro_batch).backward()
 
-    Autograd adds a whole gradient to `.grad`: a language model's head then holds V d floats twice. Ops add to `.grad` in an
-    eager `backward()` that accumulates in a parameter whose `.grad` is dense, float32 or float64, in its dtype, without hooks
-    of `register_hook`. Elsewhere (`torch.autograd.grad`, `create_graph=True`, compiled graphs, no `.grad`) gradients go as in
-    torch. Hooks after accumulation, such as DistributedDataParallel's, find the sum. Sums differ from torch's by rounding.
+    It applies to an eager `backward()` and a dense float32 or float64 `.grad` without hooks of `register_hook`; elsewhere
+    gradients go as in torch. Hooks after accumulation find the sum. Sums differ from torch's by rounding.
 
     enabled: False undoes it. Parameters that have a `main_grad` keep it.
     """
