@@ -246,7 +246,7 @@ def linear_topk_distillation(
     """Computes the divergence of a student from a teacher's k log-probabilities per token, such as vLLM's prompt_logprobs.
 
     student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k], teacher_tokens int64 [..., k],
-    distinct classes -> the loss, as of linear_distillation. A log-probability of -inf or a token of -100 is padding. The
+    distinct classes -> the loss, as from linear_distillation. A log-probability of -inf or a token of -100 is padding. The
     teacher gets no gradient.
 
     add_tail_bucket: True compares p_1 ... p_k, 1 - sum_i p_i with the same of q: all other tokens are one class. False compares

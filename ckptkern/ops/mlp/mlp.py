@@ -202,8 +202,8 @@ def mlp_block(
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
 
     norm, post_norm: None, "layer" or "rms", each with a weight and a bias or None.
-    norm_scale, norm_shift, layer_scale: a vector per sample, [B, d] or [B, 1, ..., d] (adaLN); layer_scale also a number or a
-        vector [e].
+    norm_scale, norm_shift: a vector per sample, [B, d] or [B, 1, ..., d] (adaLN).
+    layer_scale: a number, a vector [e], or one per sample, [B, e] or [B, 1, ..., e].
     dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of the branch, and of whole samples; x [B, ..., d] has
         B samples, x [tokens, d] is one.
     lora: as in attention_block, of "gate", "up" and "down".
