@@ -25,11 +25,11 @@ $(STAMP): requirements-dev.txt setup.py pyproject.toml
 	$(PY) -c "import ckptkern"
 	@touch $@
 
-demo: $(STAMP) ## train a GPT in five variants, side by side; a few minutes; writes demo_output/. ARGS=--quick, ARGS="--dropout 0.1"
+demo: $(STAMP) ## train a GPT in five variants, side by side, in two minutes; writes demo_output/. ARGS=--quick, ARGS=--full
 	$(PY) -m ckptkern demo $(ARGS)
 
 demo-docs: $(STAMP) ## the demo, and its picture and table in the documentation; on a quiet machine. ARGS="--threads 2"
-	$(PY) -m benchmarks.dev.demo $(ARGS)
+	$(PY) -m benchmarks.dev.demo --full $(ARGS)
 
 quick: $(STAMP) ## after every edit, at most 90 s: the first case of every test that takes no seconds. ARGS="tests/ops -k mlp"
 	$(PYTEST) --quick $(ARGS)
@@ -78,7 +78,7 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 	$(PY) -m benchmarks.dev.host $(ARGS)
 
 bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
-	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
+	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/measurements/frontier.png $(ARGS)
 
 bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, beside torch's in chunks. ARGS="--rounds 5"
 	$(PY) -m benchmarks.dev.head --page docs/how-to/linear-cross-entropy.md $(ARGS)
@@ -94,73 +94,6 @@ convert-peaks: $(STAMP) ## peak of a step of small models of 26 families of deco
 
 convert-sweep: $(STAMP) ## the same of every class of transformers that builds small. ARGS="--mapping MODEL_FOR_CAUSAL_LM_MAPPING --out sweep.csv"
 	$(PY) -m benchmarks.conversion.sweep $(ARGS)
-
-docs: $(STAMP) ## the demo, and its picture and table in the documentation; on a quiet machine. ARGS="--threads 2"
-	$(PY) -m benchmarks.dev.demo $(ARGS)
-
-quick: $(STAMP) ## after every edit, at most 90 s: the first case of every test that takes no seconds. ARGS="tests/ops -k mlp"
-	$(PYTEST) --quick $(ARGS)
-
-test: $(STAMP) ## what every change must pass, ten minutes of two cores: all tests but the long ones. ARGS="tests/test_state.py -k philox"
-	$(PYTEST) $(ARGS)
-
-test-all: $(STAMP) ## the long tests too: whole sweeps, trainers, every page and recipe, all sizes; then `make emulate`
-	$(PYTEST) --all $(ARGS)
-	$(MAKE) emulate ARGS=
-
-faults: $(STAMP) ## inject each fault of tests/faults into a copy and see a test fail; 20 minutes of two cores. ARGS="NAME... --list"
-	$(PY) -m tests.faults $(ARGS)
-
-lint: $(STAMP) ## ruff, clang-format and mypy, changing nothing
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror csrc/*
-	$(VENV)/bin/mypy
-
-format: $(STAMP) ## ruff: fix and format; clang-format
-	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i csrc/*
-
-# `make codegen-check` and `make emulate` run with another Triton than the venv's by its version: TRITON=3.6.0, that of the reference GPU
-# stack. Its wheel is unpacked beside the venv, and comes first on the path.
-OTHER_TRITON := $(if $(TRITON),build/triton-$(TRITON))
-WITH_TRITON := PYTHONPATH="$(if $(TRITON),$(CURDIR)/$(OTHER_TRITON):)$(CURDIR)/tests" TRITON_CACHE_DIR="$(CURDIR)/build/triton"
-
-build/triton-%: $(STAMP)
-	rm -rf $@.part
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
-	mv $@.part $@
-
-codegen-check: $(STAMP) $(OTHER_TRITON) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all", TRITON=3.6.0
-	$(WITH_TRITON) $(PY) -m tests.codegen $(ARGS)
-
-emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick, TRITON=3.6.0
-	$(WITH_TRITON) $(VENV)/bin/pytest $(if $(filter tests/%,$(ARGS)),,tests/triton_kernels) --device emulated -n auto --dist worksteal $(ARGS)
-
-bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
-	$(PY) -m ckptkern bench $(ARGS)
-
-bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's
-	$(PY) -m benchmarks.dev.host $(ARGS)
-
-bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
-	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
-
-bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, beside torch's in chunks. ARGS="--rounds 5"
-	$(PY) -m benchmarks.dev.head --page docs/how-to/linear-cross-entropy.md $(ARGS)
-
-exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
-	$(PY) -m tests.support.exits $(ARGS)
-
-convert-families: $(STAMP) ## convert on 50 families of models of transformers, timm and diffusers, of those that are installed. ARGS="--only llama"
-	$(PY) -m benchmarks.conversion.families $(ARGS)
-
-convert-peaks: $(STAMP) ## peak of a step of small models of 26 families of decoders, beside gradient checkpointing. ARGS="Qwen3_5 Gemma4"
-	$(PY) -m benchmarks.conversion.peaks $(ARGS)
-
-convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv", ARGS="--all MODEL_FOR_CAUSAL_LM_MAPPING"
-	$(PY) -m benchmarks.conversion.families $(ARGS)
 
 docs: $(STAMP) ## write signatures and docstrings into docs/reference, and build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	$(PY) docs/reference.py

@@ -49,6 +49,11 @@ def test_a_workflow_may_only_read_and_runs_targets_that_exist(name):
     assert {target for command in commands(name) for target in re.findall(r"\bmake ([a-z-]+)", command)} <= targets
 
 
+def test_a_target_of_make_is_defined_once():
+    targets = re.findall(r"^([\w.-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(targets) == sorted({*targets})
+
+
 def test_the_workflow_runs_the_lines_of_the_script():
     lines = [line for line in (ROOT / ".ci/run").read_text().splitlines() if re.match(r"(\w+=\w+ )?make ", line)]
     assert sorted([*lines, "make install"]) == sorted(commands(".github/workflows/ci.yml"))
@@ -73,9 +78,8 @@ def test_a_form_has_what_the_host_requires_and_asks_each_thing_once(name):
     assert len({field["id"] for field in asked}) == len(asked)
 
 
-def test_citation_and_release_notes_are_of_this_version():
+def test_citation_and_changelog_are_of_this_version():
     citation = load("CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= {*citation}
     assert str(citation["version"]) == VERSION
-    notes = ROOT / f"docs/release-notes/{VERSION}.md"
-    assert notes.read_text().startswith(f"# {VERSION}\n")
+    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {VERSION}")

@@ -38,16 +38,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Preset(NamedTuple):
-    """The values of an option on a CPU, on a GPU and with --quick (None: the device's), and what it is."""
+    """An option's defaults on a CPU and a GPU, what --quick and, on a CPU, --full set instead (None: the
+    device's), and its help."""
 
     cpu: int | float | str
     cuda: int | float | str
     quick: int | None
     help: str
+    full: int | None = None
 
 
 PRESETS = {
-    "steps": Preset(30, 100, 6, "of training"),
+    "steps": Preset(10, 100, 6, "of training", full=30),
     "batch_size": Preset(2, 4, 1, "sequences a step"),
     "seq_len": Preset(2048, 4096, 1024, "tokens a sequence"),
     "vocabulary": Preset(8192, 32768, 2048, "tokens that text is made of, the 256 bytes included"),
@@ -66,7 +68,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "Train a GPT on Python's standard library five ways side by side: the loss, the memory over a step, the time."
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="a small model and few steps: less than a minute")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="a small model and few steps: less than a minute")
+    length.add_argument(
+        "--full", action="store_true", help="as many steps as the documentation's picture: four minutes on a CPU"
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
     names = ", ".join(VARIANTS)
     add(
@@ -116,7 +122,10 @@ def settle(config: Namespace) -> None:
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
     defaults = {
-        name: (config.quick and preset.quick) or getattr(preset, config.device) for name, preset in PRESETS.items()
+        name: (config.quick and preset.quick)
+        or (config.full and config.device == "cpu" and preset.full)
+        or getattr(preset, config.device)
+        for name, preset in PRESETS.items()
     }
     defaults |= {"top_k": 2, "activation": "silu"} if config.experts else {"top_k": 0, "activation": "gelu"}
     if config.experts:

@@ -21,7 +21,7 @@ from .data import batches
 from .model import GPT, MoE, build
 
 BALANCE = 0.01  # weight of the routers' imbalance, as in Switch Transformer
-PRINTED = 8  # lines on the way
+PRINTED = 10  # lines on the way
 
 
 @dataclass
@@ -118,7 +118,8 @@ def cpu_threads(config: Namespace) -> Iterator[int]:
 
 def train(config: Namespace, ids: Tensor) -> list[Run]:
     """Trains all variants step by step, in rotating order, so that slow moments of the machine hit all alike."""
-    runs, every = start_runs(config), max(1, config.steps // PRINTED)
+    print(f"Training {config.steps} steps in {len(config.variants)} variants.", flush=True)
+    runs, every, begin = start_runs(config), max(1, config.steps // PRINTED), time.monotonic()
     with progress("demo", config.steps) as shown:
         for step, batch in enumerate(batches(config, ids)):
             for layer in moe_layers(runs[0].model):
@@ -129,5 +130,6 @@ def train(config: Namespace, ids: Tensor) -> list[Run]:
             text = f"loss {losses[0]:.3f}, all within {max(losses) - min(losses):.1g}"
             shown(text, step + 1)
             if (step + 1) % every == 0 or step + 1 == config.steps:
-                print(f"step {step + 1:4d} of {config.steps}   {text}", flush=True)
+                left = (time.monotonic() - begin) / (step + 1) * (config.steps - step - 1)
+                print(f"step {step + 1:4d} of {config.steps}   {text}   {left:.0f} s left", flush=True)
     return runs

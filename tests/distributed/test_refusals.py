@@ -142,7 +142,7 @@ def test_calls_in_context_parallel(mesh):
         (*alone, lambda: attention(x, x, x, need_weights=True)),
         (
             NotImplementedError,
-            "no second-order gradients over a context-parallel group",
+            "second-order gradients are not supported over a context-parallel group",
             lambda: second_order(attend, x),
         ),
     ):

@@ -242,16 +242,18 @@ def test_arguments_that_make_no_sense(run, monkeypatch, tmp_path, arguments, mes
     assert not (tmp_path / "out").exists()
 
 
-def test_quick_is_a_smaller_preset_under_what_is_given(monkeypatch):
+def test_quick_and_full_are_presets_under_explicit_options(monkeypatch):
     seen = []
     monkeypatch.setattr(demo, "main", lambda args: config.settle(args) or seen.append(args) or 0)
-    for arguments in ([], ["--quick"], ["--quick", "--layers=3"]):
+    for arguments in ([], ["--quick"], ["--quick", "--layers=3"], ["--full"]):
         assert __main__.main(["demo", "--device=cpu", *arguments]) == 0
-    whole, quick, given = seen
+    whole, quick, chosen, full = seen
     smaller = {name: preset.quick for name, preset in config.PRESETS.items() if preset.quick}
     assert smaller == {name: getattr(quick, name) for name in smaller}
     assert quick.d_model == whole.d_model
-    assert (given.layers, given.steps) == (3, quick.steps)
+    assert (chosen.layers, chosen.steps) == (3, quick.steps)
+    assert {name for name in config.PRESETS if getattr(full, name) != getattr(whole, name)} == {"steps"}
+    assert full.steps > whole.steps > quick.steps
 
 
 def test_other_programs_on_the_machine_are_named(monkeypatch):

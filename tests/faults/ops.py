@@ -116,14 +116,14 @@ OPS = [
     Fault(
         "dropout: every sample has the mask of the first",
         "ckptkern/ops/sublayer/dropout.py",
-        "parts = [drop(one, *arguments, row_base=o.row_base «+ i * o.row_step») for i, one in enumerate(samples)]",
+        "parts = [drop(sample, *arguments, row_base=o.row_base «+ i * o.row_step») for i, sample in enumerate(samples)]",
         "",
         ("tests/ops/test_dropout.py",),
     ),
     Fault(
         "attention: the output gate's gradient has the other factor",
         "ckptkern/ops/attention/sublayer.py",
-        "return (made * torch.sigmoid(«-gate»)).to(gate.dtype)",
+        "return (product * torch.sigmoid(«-gate»)).to(gate.dtype)",
         "gate",
         (values("[attention_block-gate"),),
     ),

@@ -192,23 +192,22 @@ def mlp_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes an MLP sublayer: norms, an MLP or a gated MLP, dropout and the residual, as one region.
+    """Computes an MLP sublayer with its norms, dropouts and residual as one region.
 
         h = norm(x) * (1 + norm_scale) + norm_shift
         f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
         z = drop_path(layer_scale * post_norm(dropout(f)))
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
-    x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
-
-    norm, post_norm: None, "layer" or "rms", each with a weight and a bias or None.
-    norm_scale, norm_shift: a vector per sample, [B, d] or [B, 1, ..., d] (adaLN).
-    layer_scale: a number, a vector [e], or one per sample, [B, e] or [B, 1, ..., e].
-    dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of the branch, and of whole samples; x [B, ..., d] has
-        B samples, x [tokens, d] is one.
-    lora: as in attention_block, of "gate", "up" and "down".
-    recompute: as in mlp and gated_mlp; norms are always recomputed. A norm behind the branch or a trained layer_scale makes
-        backward recompute the branch's output: one more matmul, at "full" all.
+    x [..., d], up_weight and gate_weight [n, d], down_weight [e, n] -> y [..., e].
+    norm, post_norm: None, "layer" or "rms".
+    norm_scale, norm_shift: a vector for each sample, [B, d] or [B, 1, ..., d] (adaLN: DiT, SD3, Flux).
+    layer_scale: a number, a vector [e], or one for each sample, [B, e] or [B, 1, ..., e] (adaLN's gate).
+    dropout_p, resid_dropout_p, drop_path_p: dropout of the hidden layer, of f, and of whole samples of z (stochastic depth;
+    x [tokens, d] is one sample).
+    lora: a LoRA for each of "gate", "up", "down".
+    recompute, workspace: see mlp and gated_mlp. Norms are always recomputed. A norm after the branch or a trained
+    layer_scale makes backward recompute f: by one matmul, at "full" by all.
     Raises: see Conventions.
     """
 
