@@ -64,7 +64,7 @@ void refuse_endless(int depth) {
   }
 }
 
-// Returns (a container's values, a function that rebuilds it), or null for other objects.
+// Returns (a container's values, a function that constructs it), or null for other objects.
 py::object take_apart(py::handle value) {
   static const auto* const home = new py::module_(py::module_::import("ckptkern.state.containers"));
   static const auto* const classes = new py::tuple(home->attr("CONTAINERS"));

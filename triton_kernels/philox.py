@@ -3,7 +3,7 @@
 state int64[2]; key = low, high word of state[0]. For element (row, col) of a logical tensor with `rows` rows a plane:
     c0 = 8 (col >> 5) + (col & 7)        c1 = 8 (plane ceil(rows/16) + (row >> 4)) + (row & 7)
     c2, c3 = low, high word of state[1]  word = (col >> 3) & 3, half = (row >> 3) & 1 (0 = low 16 bits)
-An element is kept iff its 16-bit value >= threshold = round(65536 p), and scaled by 65536/(65536 - threshold).
+keep = 16-bit value >= threshold = round(65536 p); what passes is scaled by 65536/(65536 - threshold).
 
 Written elementwise, a thread that holds eight neighbouring columns (the layout of a coalesced store, which the compiler chooses
 for a matmul's epilogue) makes a call an element: 62 instructions each in a matmul's epilogue on sm_90. So tiles are built
