@@ -59,7 +59,7 @@ def test_styles(mesh):
             "has cross-attention, which sequence_parallel does not support",
             "layers.*",
         ),
-        (context, mlp(8, 8), TypeError, "MLP is a mlp_block, which needs no style"),
+        (context, mlp(8, 8), TypeError, "MLP is a mlp_block, which has no attention"),
         (context, sequence, ValueError, "are split already"),
     ):
         with pytest.raises(error, match=match):
