@@ -95,7 +95,7 @@ def test_styles(mesh):
         (ValueError, shapes, lambda: sequence(torch.randn(2, 4 + 2 * rank, WIDTH))),
         (
             NotImplementedError,
-            "no second-order gradients",
+            "second-order gradients are not supported",
             lambda: second_order(split(mlp(8, 32), mesh, "heads"), narrow),
         ),
     ):
