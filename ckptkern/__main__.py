@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     module, needed = None, ()
     for name, (path, summary, packages) in COMMANDS.items():
-        description = textwrap.fill(f"{summary[0].upper()}{summary[1:]}.", 78)
+        description = textwrap.fill(f"{summary[:1].upper()}{summary[1:]}.", 78)
         subparser = subparsers.add_parser(name, help=summary, description=description)
         if argv[:1] == [name]:
             module = importlib.import_module(path, __package__) if path.startswith(".") else from_checkout(path, name)
