@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head exits convert-families convert-peaks convert-sweep docs package wheels test-matrix test-cpus gpu clean
+.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layer exits convert-families convert-peaks convert-sweep docs package wheels test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -82,6 +82,9 @@ bench-frontier: $(STAMP) ## peak and time of a step over the length of the seque
 
 bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, beside torch's in chunks. ARGS="--rounds 5"
 	$(PY) -m benchmarks.dev.head --page docs/how-to/linear-cross-entropy.md $(ARGS)
+
+bench-layer: $(STAMP) ## count what 32 layers of a 7B Llama save in each mode, and their matmuls
+	$(PY) -m benchmarks.dev.layer --page docs/measurements/figures.md $(ARGS)
 
 exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
 	$(PY) -m tests.support.exits $(ARGS)

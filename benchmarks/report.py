@@ -160,7 +160,7 @@ def _of_another(row: dict[str, str]) -> bool:
 
 def summary(folder: Path) -> str:
     """Returns a table of a folder's cases, with time / eager of `COLUMNS` and of the fastest variant of others, and a table of
-    its whole models, with time / eager and peak of every variant."""
+    its whole models that ckptkern ran, with time / eager and peak of every variant."""
     by_case, env = read(folder)
     measured = {case: [row for row in rows if row["status"] == "ok" and row["ratio"]] for case, rows in by_case.items()}
     cases, models = [], {}
@@ -169,7 +169,8 @@ def summary(folder: Path) -> str:
         if EAGER not in by_variant or len(rows) == 1:
             continue
         if is_model(by_case[case]):
-            models[case.removeprefix("model/")] = by_variant
+            if any(name.startswith("ckptkern") for name in by_variant):
+                models[case.removeprefix("model/")] = by_variant
             continue
         fastest = min(filter(_of_another, rows), key=lambda row: float(row["ratio"]), default=None)
         times = [_figure(by_variant[name], "ratio", ".2f") if name in by_variant else "" for name in COLUMNS]
@@ -179,13 +180,13 @@ def summary(folder: Path) -> str:
     if models:
         variants = dict.fromkeys(name for rows in models.values() for name in rows)
         lines = [[name, *(_step(rows[name]) if name in rows else "" for rows in models.values())] for name in variants]
-        parts += [f"**{device}**, whole models, time / eager · peak", table(["variant", *models], lines)]
+        parts += [f"**{device}**, whole models, time / eager · peak, MiB", table(["variant", *models], lines)]
     return "\n\n".join(parts)
 
 
 def _step(row: dict[str, str]) -> str:
-    """Returns time / eager and peak of a whole model's step."""
-    return f"{_figure(row, 'ratio', '.2f')} · {_bytes(row, 'peak_bytes')}"
+    """Returns time / eager and the peak in MiB of a whole model's step."""
+    return f"{_figure(row, 'ratio', '.2f')} · {_figure(row, 'peak_bytes', ',.0f', 1 / MIB)}"
 
 
 def draw(folder: Path) -> None:

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.dev import layer
 from ckptkern.benchmarks import report
 from ckptkern.state import LOADED
 from docs import reference
@@ -214,6 +215,11 @@ def test_the_readme_names_families_whose_layers_were_all_replaced():
 def test_the_table_of_times_is_that_of_the_results():
     arguments = ["--page", str(ROOT / "docs/measurements/figures.md"), "--results", str(ROOT / "benchmarks/results")]
     assert report.main([*arguments, "--check"]) == 0
+
+
+def test_the_table_of_a_7b_llama_is_that_of_its_program():
+    page = ROOT / "docs/measurements/figures.md"
+    assert page.read_text() == report.with_part(page, layer.BEGIN, layer.part(), layer.END)
 
 
 def test_a_wrong_block_and_a_wrong_output_are_noticed(tmp_path, monkeypatch, elsewhere):
