@@ -48,7 +48,7 @@ def gradients(module, x, keep):
     return [x.grad, *(p.grad for p in module.parameters())]
 
 
-def made(call):
+def store_of(call):
     """The store that a text makes: "offload(min_bytes=0)"."""
     names = {name: getattr(storage, name) for name in ("compress", "offload", "partition")}
     return eval(call, names | {"copies": copies})
