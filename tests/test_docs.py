@@ -124,8 +124,8 @@ def test_the_reference_has_the_signatures_and_docstrings_of_today(path):
 def test_the_reference_has_every_public_name(name):
     module = importlib.import_module(name)
     pages = "".join(path.read_text() for path in reference.PAGES.glob("*.md"))
-    public = [one for one in module.__all__ if callable(getattr(module, one))]
-    assert [one for one in public if f"\n## {name}.{one}\n" not in pages] == []
+    public = [member for member in module.__all__ if callable(getattr(module, member))]
+    assert [member for member in public if f"\n## {name}.{member}\n" not in pages] == []
 
 
 def test_a_signature_reads_as_in_source_and_a_docstring_as_paragraphs():
@@ -200,7 +200,7 @@ def test_the_readme_names_families_whose_layers_were_all_replaced():
     table = (ROOT / "README.md").read_text().split("<!-- families:begin -->")[1].split("<!-- families:end -->")[0]
     first = re.findall(r"(?<=[|,] )`?([A-Z][\w-]*(?: \d)?|nn\.Transformer)", table)
     assert len(first) > 30
-    assert [name for name in first if not any(one.startswith(name) for one in whole)] == []
+    assert [name for name in first if not any(path.startswith(name) for path in whole)] == []
 
 
 def test_the_table_of_times_is_that_of_the_results():
