@@ -78,7 +78,7 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 	$(PY) -m benchmarks.dev.host $(ARGS)
 
 bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
-	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
+	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/measurements/frontier.png $(ARGS)
 
 bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, beside torch's in chunks. ARGS="--rounds 5"
 	$(PY) -m benchmarks.dev.head --page docs/how-to/linear-cross-entropy.md $(ARGS)

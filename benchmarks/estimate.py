@@ -62,7 +62,7 @@ BASES = ("checkpoint", "checkpoint-liger")
 MARKERS = "osD^vP*"
 EVIDENCE = """\
 counted: bytes and matmuls of every op, on tensors without memory
-measured: nothing here; full fine-tuning on an H200 is in docs/figures.md
+measured: nothing here; full fine-tuning on an H200 is in docs/measurements/figures.md
 neither: time, what a library's kernel takes for itself, the allocator's gaps"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

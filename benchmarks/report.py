@@ -1,7 +1,7 @@
 """Tables and figures from results.csv, and the part of a page of the documentation that shows them.
 
-python -m ckptkern.benchmarks.report --page docs/figures.md            write that part again
-python -m ckptkern.benchmarks.report --page docs/figures.md --check    exit status 1 if it is not current
+python -m ckptkern.benchmarks.report --page docs/measurements/figures.md            write that part again
+python -m ckptkern.benchmarks.report --page docs/measurements/figures.md --check    exit status 1 if it is not current
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..extras import missing
-from .cases import CHECKPOINT
+from .cases import CHECKPOINT, CHECKPOINTS, EAGER, MODES
 
 SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
 WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: the median may be another program's doing
+COLUMNS = (CHECKPOINT, *(f"ckptkern {mode}" for mode in MODES))  # variants of a page's table
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 MIB = 2**20
 Rows = list[dict[str, str]]
@@ -151,33 +152,40 @@ def report(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _of_another(row: dict[str, str]) -> bool:
+    """Returns whether a row measures an implementation other than eager, torch's checkpoints and ckptkern."""
+    shown = row["variant"] in (EAGER, *CHECKPOINTS) or row["variant"].startswith(("ckptkern", "own core"))
+    return not (shown or row["note"].startswith("not a result"))
+
+
 def summary(folder: Path) -> str:
-    """One table of a folder: a line per case, time / eager and saved bytes of every variant. A column is a variant that half
-    of the cases have; the last one names others, fastest first. And a table of each whole model."""
+    """Returns a table of a folder's cases, with time / eager of `COLUMNS` and of the fastest variant of others, and a table of
+    its whole models, with time / eager and peak of every variant."""
     by_case, env = read(folder)
-    models = {case: by_case.pop(case) for case in [*by_case] if is_model(by_case[case])}
-    measured = [{row["variant"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
-    fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
-    every = dict.fromkeys(variant for found in fullest_first for variant in found)
-    names = [name for name in every if 2 * sum(name in found for found in fullest_first) >= len(fullest_first)]
-    others, lines = len(names) < len(every), []
-
-    def cell(row: dict[str, str]) -> str:
-        return f"{_figure(row, 'ratio', '.2f')} · {_bytes(row, 'saved_bytes')}"
-
-    for case, found in zip(by_case, measured, strict=True):
-        if "eager" in found:
-            rest = sorted(
-                (row for name, row in found.items() if name not in names), key=lambda row: float(row["ratio"] or 0)
-            )
-            cells = [cell(found[name]) if name in found else "" for name in names]
-            lines.append([case, *cells, *["<br>".join(f"{row['variant']} {cell(row)}" for row in rest)] * others])
-    heading = f"**{env.get('device', folder.name)}**, time / eager · saved for backward. {preface(env)}"
-    parts = [heading, table(["case", *names, *["others"] * others], lines)]
-    for case, rows in models.items():
-        if any(row["status"] == "ok" for row in rows):
-            parts += [f"**{env.get('device', folder.name)}**, {case}", case_table(rows, True)]
+    measured = {case: [row for row in rows if row["status"] == "ok" and row["ratio"]] for case, rows in by_case.items()}
+    cases, models = [], {}
+    for case, rows in measured.items():
+        by_variant = {row["variant"]: row for row in rows}
+        if EAGER not in by_variant or len(rows) == 1:
+            continue
+        if is_model(by_case[case]):
+            models[case.removeprefix("model/")] = by_variant
+            continue
+        fastest = min(filter(_of_another, rows), key=lambda row: float(row["ratio"]), default=None)
+        times = [_figure(by_variant[name], "ratio", ".2f") if name in by_variant else "" for name in COLUMNS]
+        cases.append([case, *times, f"{fastest['variant']} {_figure(fastest, 'ratio', '.2f')}" if fastest else ""])
+    device = env.get("device", folder.name)
+    parts = [f"**{device}**, time / eager. {preface(env)}", table(["case", *COLUMNS, "fastest other"], cases)]
+    if models:
+        variants = dict.fromkeys(name for rows in models.values() for name in rows)
+        lines = [[name, *(_step(rows[name]) if name in rows else "" for rows in models.values())] for name in variants]
+        parts += [f"**{device}**, whole models, time / eager · peak", table(["variant", *models], lines)]
     return "\n\n".join(parts)
+
+
+def _step(row: dict[str, str]) -> str:
+    """Returns time / eager and peak of a whole model's step."""
+    return f"{_figure(row, 'ratio', '.2f')} · {_bytes(row, 'peak_bytes')}"
 
 
 def draw(folder: Path) -> None:
@@ -226,8 +234,9 @@ def write_all(folder: Path, figures: bool = True) -> None:
 
 
 def page_part(results: Path) -> str:
-    """What belongs between the page's markers."""
+    """Returns what belongs between the page's markers: the summaries of GPUs or, where there is none, of CPUs."""
     folders = sorted(path.parent for path in results.glob("*/results.csv"))
+    folders = [folder for folder in folders if "ceilings" in read(folder)[1]] or folders
     return "\n\n".join(map(summary, folders)) or "No results yet."
 
 

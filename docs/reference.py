@@ -1,7 +1,9 @@
-"""Signatures and docstrings in the pages of docs/reference, which a clone, a code host and the site show alike.
+"""Writes signatures and docstrings into the pages of docs/reference, for readers of the repository and of the site.
 
-A page lists objects by headings, `## ckptkern.nn.Linear` and `### Linear.from_torch`; what follows such a heading is written
-again by `make docs`. Text above the first of them is the page's own.
+A heading names an object: `# ckptkern.mlp` on a function's own page, `## ckptkern.nn.Linear` and `### Linear.from_torch` on
+a page of several objects. The text below such a heading is generated; the text above the first one is written by hand.
+A table's row that begins with a link, such as "| [`mlp`](functions/mlp.md) |", gets the first sentence of the docstring.
+To list a new function, add its row to functions.md: its page is created.
 """
 
 from __future__ import annotations
@@ -16,37 +18,38 @@ from collections.abc import Callable
 from pathlib import Path
 
 PAGES = Path(__file__).resolve().parent / "reference"
-HEADING = re.compile(r"^(## ckptkern\.\S+|### \S+)$", re.MULTILINE)
+HEADING = re.compile(r"^(##? ckptkern\.\S+|### \S+)$", re.MULTILINE)
+ROW = re.compile(r"^\| \[`(\w+)`\]\(functions/\w+\.md\) \|.*$", re.MULTILINE)
 INDENT = "    "
 
 
 class Bare(str):
-    """A string that inspect shows without quotes: annotations are strings already."""
+    """Holds a string that inspect shows without quotes: annotations are strings already."""
 
     __repr__ = str.__str__
 
 
-def annotation(given: object) -> object:
-    text = getattr(given, "__forward_arg__", given)  # of a NamedTuple's field
+def annotation(hint: object) -> object:
+    text = getattr(hint, "__forward_arg__", hint)  # a NamedTuple's field has a ForwardRef
     return Bare(text) if isinstance(text, str) else text
 
 
-def default(given: object) -> object:
-    if isinstance(given, str):
-        return Bare(json.dumps(given, ensure_ascii=False))  # in double quotes
-    return Bare(given.__name__) if inspect.isfunction(given) else given
+def default(value: object) -> object:
+    if isinstance(value, str):
+        return Bare(json.dumps(value, ensure_ascii=False))  # in double quotes
+    return Bare(value.__name__) if inspect.isfunction(value) else value
 
 
 def parameters(signature: inspect.Signature) -> list[str]:
-    """The parameters as in source, with the `*` and the `/` between their kinds."""
-    found, kinds = [], [parameter.kind for parameter in signature.parameters.values()]
-    for index, one in enumerate(signature.parameters.values()):
-        if one.kind is one.KEYWORD_ONLY and not {one.KEYWORD_ONLY, one.VAR_POSITIONAL} & {*kinds[:index]}:
-            found.append("*")
-        found.append(str(one.replace(annotation=annotation(one.annotation), default=default(one.default))))
-        if one.kind is one.POSITIONAL_ONLY and one.POSITIONAL_ONLY not in kinds[index + 1 :]:
-            found.append("/")
-    return found
+    """Returns the parameters as in source, with the `*` and the `/` between their kinds."""
+    texts, kinds = [], [param.kind for param in signature.parameters.values()]
+    for index, param in enumerate(signature.parameters.values()):
+        if param.kind is param.KEYWORD_ONLY and not {param.KEYWORD_ONLY, param.VAR_POSITIONAL} & {*kinds[:index]}:
+            texts.append("*")
+        texts.append(str(param.replace(annotation=annotation(param.annotation), default=default(param.default))))
+        if param.kind is param.POSITIONAL_ONLY and param.POSITIONAL_ONLY not in kinds[index + 1 :]:
+            texts.append("/")
+    return texts
 
 
 def definition(function: Callable) -> str:
@@ -55,7 +58,11 @@ def definition(function: Callable) -> str:
     result = "" if signature.return_annotation is signature.empty else f" -> {annotation(signature.return_annotation)}"
     line = f"def {function.__name__}({', '.join(inner)}){result}: ..."
     if len(line) > 88:
-        line = f"def {function.__name__}(\n" + "".join(f"{INDENT}{one},\n" for one in inner) + f"){result}: ..."
+        line = (
+            f"def {function.__name__}(\n"
+            + "".join(f"{INDENT}{parameter},\n" for parameter in inner)
+            + f"){result}: ..."
+        )
     if hasattr(function, "__wrapped__") and inspect.isgeneratorfunction(inspect.unwrap(function)):
         line = f"@contextmanager\n{line}"
     return line
@@ -68,15 +75,15 @@ def base_name(base: type) -> str:
     return re.sub(r"^torch\.nn\.modules\.\w+\.", "torch.nn.", name)
 
 
-def class_definition(given: type) -> str:
-    """The class with its bases, and its fields or, where it is ckptkern's own, its constructor."""
-    bases = [base_name(base) for base in given.__bases__ if base is not object and not base.__name__.startswith("_")]
-    head = f"class {given.__name__}" + (f"({', '.join(bases)})" if bases else "")
-    if dataclasses.is_dataclass(given) or hasattr(given, "_fields"):
-        inner = "\n".join(parameters(inspect.signature(given))).replace(" = <factory>", "")
+def class_definition(cls: type) -> str:
+    """Returns the class with its bases, and its fields or its constructor, if ckptkern defines one."""
+    bases = [base_name(base) for base in cls.__bases__ if base is not object and not base.__name__.startswith("_")]
+    head = f"class {cls.__name__}" + (f"({', '.join(bases)})" if bases else "")
+    if dataclasses.is_dataclass(cls) or hasattr(cls, "_fields"):
+        inner = "\n".join(parameters(inspect.signature(cls))).replace(" = <factory>", "")
     else:
-        made_by = (given.__init__, given.__new__)
-        own = [one for one in made_by if (getattr(one, "__module__", None) or "").startswith("ckptkern")]
+        constructors = (cls.__init__, cls.__new__)
+        own = [method for method in constructors if (getattr(method, "__module__", None) or "").startswith("ckptkern")]
         if not own:
             return f"{head}: ..."
         inner = definition(own[0])
@@ -84,19 +91,19 @@ def class_definition(given: type) -> str:
 
 
 def stub(owner: object, name: str) -> str:
-    given = inspect.getattr_static(owner, name)
-    if isinstance(given, type):
-        return class_definition(given)
-    decorator = {property: "@property\n", classmethod: "@classmethod\n"}.get(type(given), "")
-    return decorator + definition(getattr(given, "fget", None) or getattr(given, "__func__", given))
+    member = inspect.getattr_static(owner, name)
+    if isinstance(member, type):
+        return class_definition(member)
+    decorator = {property: "@property\n", classmethod: "@classmethod\n"}.get(type(member), "")
+    return decorator + definition(getattr(member, "fget", None) or getattr(member, "__func__", member))
 
 
 def markdown(doc: str, names: set[str]) -> str:
-    """A docstring's paragraphs, also those that begin after a line that ends early, one for each argument that it explains, and
-    its indented blocks fenced."""
-    some = "|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)"
-    begin = r"(?:^|(?<=\. ))"  # of a line or a sentence
-    explained = re.compile(rf"{begin}((?:{some})(?:, (?:{some}))*): ", re.MULTILINE)
+    """Returns a docstring as Markdown: indented blocks are fenced, and a paragraph begins at every argument that is explained,
+    at Raises, and after a line that ends early with a full stop."""
+    name = "|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)"
+    begin = r"(?:^|(?<=\. ))"  # a line's or a sentence's beginning
+    explained = re.compile(rf"{begin}((?:{name})(?:, (?:{name}))*): ", re.MULTILINE)
     section = re.compile(rf"{begin}(?=(?:Raises|Saved for backward)\b)", re.MULTILINE)
     parts: list[str] = []
     for part in re.split(r"\n\s*\n", doc):
@@ -105,26 +112,35 @@ def markdown(doc: str, names: set[str]) -> str:
             continue
         part = explained.sub(lambda match: f"\n\n**`{match[1].replace(', ', '`, `')}`**: ", section.sub("\n\n", part))
         part = re.sub(r"^(?=.*\.\n).{,90}\n(?=\S)", r"\g<0>\n", part, flags=re.MULTILINE)
-        parts += [re.sub(r"\n +", "\n", one.strip()) for one in part.split("\n\n") if one.strip()]
+        parts += [re.sub(r"\n +", "\n", text.strip()) for text in part.split("\n\n") if text.strip()]
     return "\n\n".join(parts)
 
 
 def entry(owner: object, name: str) -> str:
-    """What follows an object's heading."""
-    given = getattr(owner, name)
-    names = set(getattr(given, "__annotations__", {}))
-    if callable(given) and not (isinstance(given, type) and issubclass(given, BaseException)):
-        names |= set(inspect.signature(given).parameters)
-    return f"```pyi\n{stub(owner, name)}\n```\n\n{markdown(inspect.getdoc(given), names)}\n"
+    """Returns the text below an object's heading: its signature and its docstring."""
+    member = getattr(owner, name)
+    names = set(getattr(member, "__annotations__", {}))
+    if callable(member) and not (isinstance(member, type) and issubclass(member, BaseException)):
+        names |= set(inspect.signature(member).parameters)
+    return f"```pyi\n{stub(owner, name)}\n```\n\n{markdown(inspect.getdoc(member), names)}\n"
+
+
+def row(match: re.Match) -> str:
+    """Returns the row of an index, with the first sentence of the docstring."""
+    paragraph = (
+        inspect.getdoc(getattr(importlib.import_module("ckptkern"), match[1])).split("\n\n")[0].replace("\n", " ")
+    )
+    sentence = re.split(r"(?<=\.) |:$", paragraph)[0].replace("|", r"\|")
+    return f"| [`{match[1]}`](functions/{match[1]}.md) | {sentence} |"
 
 
 def page(text: str) -> str:
-    """The page with what its headings name, as it is now."""
+    """Returns the page with today's signatures and docstrings."""
     own, *rest = HEADING.split(text)
-    parts, module = [own], ""
+    parts, module = [ROW.sub(row, own)], ""
     for heading in rest[::2]:
         path = heading.split()[1]
-        if heading.startswith("## "):
+        if not heading.startswith("### "):
             module = path.rpartition(".")[0]
             owner, name = importlib.import_module(module), path.rpartition(".")[2]
         else:
@@ -135,7 +151,11 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    for path in sorted(PAGES.glob("*.md")):
+    for name in ROW.findall((PAGES / "functions.md").read_text()):
+        path = PAGES / "functions" / f"{name}.md"
+        if not path.exists():
+            path.write_text(f"# ckptkern.{name}\n")
+    for path in sorted(PAGES.rglob("*.md")):
         path.write_text(page(path.read_text()))
 
 

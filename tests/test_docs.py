@@ -1,13 +1,12 @@
-"""Every ```python block of the README and the documentation runs, and prints what the page says that it prints.
+"""Runs every ```python block of the README and the documentation, and compares what it prints with the page.
 
-The blocks of a page run in order in one namespace. A block ```output is what the block before it printed with the
-pinned torch, to the letter.
+The blocks of a page run in order in one namespace. A block ```output is what the block before it printed with the pinned
+torch, to the letter.
 `<!-- skip: next -->` leaves out a block that needs a GPU or several processes; with `if(not find_spec("transformers"),
 reason="...")` one whose package is not installed, and the rest of its page. What a reader need not see, such as a rank's
 environment, goes into an invisible block: `<!-- invisible-code-block: python ... -->`. A block that includes a file of
-examples/ is left to tests/test_recipes.py, which runs the file. Pages of LONG run in `make test-all`; every page's blocks are
-compiled.
-"""
+examples/ is left to tests/test_recipes.py, which runs the file. Pages of LONG run in `make test-all`; every page's blocks
+are compiled."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 LONG = {  # what takes their blocks more than some seconds
     "docs/how-to/plan.md": "plans and trains models under several budgets",
-    "docs/tutorials/budget.md": "plans and trains a GPT under several budgets, in minutes",
+    "docs/tutorials/budget.md": "plans eight layers, in minutes",
 }
 # What torch's own layers save differs between its versions: the pages show the pinned one's.
 PINNED = re.search(r"^torch==(\d+\.\d+\.)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[1]
@@ -75,7 +74,7 @@ def check(page: Path) -> Document:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """The blocks run in an empty folder and cannot import from the test suite. What they set is restored."""
+    """Runs the blocks in an empty folder, where they cannot import from the test suite, and restores what they set."""
     environment = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "tests"])
@@ -100,7 +99,7 @@ def test_code_blocks_of(page, elsewhere):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_python_compiles_and_is_one_that_runs(page):
-    """Sybil reads ```python and no other spelling. ```pyi is a signature, in the pages of the reference."""
+    """Checks for ```python, the only spelling that Sybil reads, and in the reference ```pyi, a signature."""
     fences = re.findall(r"^\s*(?:```|~~~).*py.*$", (ROOT / page).read_text(), re.MULTILINE | re.IGNORECASE)
     signatures = {"```pyi"} if page.startswith("docs/reference/") else set()
     assert {fence.strip() for fence in fences} <= {"```python"} | signatures
@@ -113,9 +112,9 @@ def test_every_long_page_is_there():
     assert {*LONG} <= {*PAGES}
 
 
-@pytest.mark.parametrize("path", sorted(reference.PAGES.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(reference.PAGES.rglob("*.md")), ids=lambda path: path.stem)
 def test_the_reference_has_the_signatures_and_docstrings_of_today(path):
-    """Those of modules that follow torch's are of the pinned torch."""
+    """Needs the pinned torch, whose signatures the modules that follow torch's have."""
     if torch.__version__.startswith(PINNED):
         assert path.read_text() == reference.page(path.read_text()), "run make docs"
 
@@ -123,9 +122,18 @@ def test_the_reference_has_the_signatures_and_docstrings_of_today(path):
 @pytest.mark.parametrize("name", ["ckptkern", "ckptkern.nn", "ckptkern.memory", "ckptkern.storage"])
 def test_the_reference_has_every_public_name(name):
     module = importlib.import_module(name)
-    pages = "".join(path.read_text() for path in reference.PAGES.glob("*.md"))
-    public = [member for member in module.__all__ if callable(getattr(module, member))]
-    assert [member for member in public if f"\n## {name}.{member}\n" not in pages] == []
+    headings = {line.lstrip("# ") for line in all_pages_of_the_reference().splitlines() if line.startswith("#")}
+    public = {f"{name}.{member}" for member in module.__all__ if callable(getattr(module, member))}
+    assert public - headings == set()
+
+
+def test_the_index_of_functions_lists_every_page_of_functions():
+    listed = reference.ROW.findall((reference.PAGES / "functions.md").read_text())
+    assert sorted(listed) == sorted(path.stem for path in (reference.PAGES / "functions").glob("*.md"))
+
+
+def all_pages_of_the_reference() -> str:
+    return "\n".join(path.read_text() for path in reference.PAGES.rglob("*.md"))
 
 
 def test_a_signature_reads_as_in_source_and_a_docstring_as_paragraphs():
@@ -182,7 +190,7 @@ def test_the_readme_is_short_and_gives_the_figures_that_were_measured():
 
 
 def frontier_of_a_llama() -> set[tuple[int, float]]:
-    """(MiB at 4,096 tokens, ratio of time at 2,048) of each way."""
+    """Returns {(MiB at 4,096 tokens, ratio of time at 2,048)} of all variants."""
     peaks, times = {}, {}
     with (ROOT / "benchmarks/results/cpu/frontier.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -200,11 +208,11 @@ def test_the_readme_names_families_whose_layers_were_all_replaced():
     table = (ROOT / "README.md").read_text().split("<!-- families:begin -->")[1].split("<!-- families:end -->")[0]
     first = re.findall(r"(?<=[|,] )`?([A-Z][\w-]*(?: \d)?|nn\.Transformer)", table)
     assert len(first) > 30
-    assert [name for name in first if not any(path.startswith(name) for path in whole)] == []
+    assert [name for name in first if not any(family.startswith(name) for family in whole)] == []
 
 
 def test_the_table_of_times_is_that_of_the_results():
-    arguments = ["--page", str(ROOT / "docs/figures.md"), "--results", str(ROOT / "benchmarks/results")]
+    arguments = ["--page", str(ROOT / "docs/measurements/figures.md"), "--results", str(ROOT / "benchmarks/results")]
     assert report.main([*arguments, "--check"]) == 0
 
 

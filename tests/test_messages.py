@@ -79,19 +79,19 @@ CALLS = {
         lambda: plan(saved=10), ckptkern.errors.BudgetError, r"Take that budget, fewer tokens or samples, or .*offload\(\)",
     ),
     "checkpoint(layer(x))": (
-        lambda: ckptkern.checkpoint(LINEAR(X)), TypeError, r"of shape \(2, 4, 16\)\. .*: checkpoint\(layer, x\) and not",
+        lambda: ckptkern.checkpoint(LINEAR(X)), TypeError, r"of shape \(2, 4, 16\)\. .*: checkpoint\(layer, x\), not",
     ),
-    "checkpointed(layer(x))": (lambda: ckptkern.checkpointed(LINEAR(X)), TypeError, r"checkpointed\(layer\)\(x\) and not"),
+    "checkpointed(layer(x))": (lambda: ckptkern.checkpointed(LINEAR(X)), TypeError, r"checkpointed\(layer\)\(x\), not"),
     "checkpoint_sequential(x, 2, layers)": (
         lambda: ckptkern.checkpoint_sequential(X, 2, nn.Sequential(LINEAR)), TypeError,
-        r"got a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
+        r"found a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
     ),
     "checkpoint_sequential(layers, x, 2)": (
         lambda: ckptkern.checkpoint_sequential(nn.Sequential(LINEAR), X, 2), ValueError,
         r"is a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
     ),
     "checkpoint_sequential(layer, 2, x)": (
-        lambda: ckptkern.checkpoint_sequential(LINEAR, 2, X), TypeError, "an nn.Sequential or a list of layers, but got Linear",
+        lambda: ckptkern.checkpoint_sequential(LINEAR, 2, X), TypeError, "or a list of layers, but found Linear",
     ),
     "include of another model": (
         lambda: convert(include="transformer.h.*"), ValueError, r"no module of Model; its lists of layers are 'layers\.\*'",

@@ -20,7 +20,7 @@ from ckptkern.benchmarks.report import with_part
 
 from .frontier import MIB, Row, measured
 
-SIZES = ((1024, 256, 8000), (2048, 512, 16000), (4096, 512, 32000), (2048, 1024, 50257), (8192, 256, 32000))
+SIZES = ((2048, 512, 16000), (2048, 1024, 50257), (8192, 256, 32000))
 TORCHS = "torch, in chunks"
 BEGIN, END = "<!-- head:begin -->", "<!-- head:end -->"
 
@@ -47,9 +47,14 @@ def rows_of(tokens: int, features: int, classes: int, rounds: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| tokens × features × classes | variant | time | peak, MiB |", "|---|---|---:|---:|"]
-    for row in rows:
-        lines.append(f"| {row['size']} | {row['variant']} | {row['ratio']:.2f} | {row['peak_bytes'] / MIB:,.0f} |")
+    """Returns a Markdown table with a line per size; a cell holds a variant's ratio of time and its peak."""
+    lines = [
+        "| tokens × features × classes | " + " | ".join(losses()) + " |",
+        "|---|" + "---:|" * len(losses()),
+    ]
+    for size in dict.fromkeys(row["size"] for row in rows):
+        cells = [f"{row['ratio']:.2f}, {row['peak_bytes'] / MIB:,.0f}" for row in rows if row["size"] == size]
+        lines.append(f"| {size} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

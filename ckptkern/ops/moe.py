@@ -1,5 +1,5 @@
-"""moe_block: [norm ->] router, the experts that it chooses and shared experts, and what is around them (`residual`), as one
-region; and the sublayer that `transformer_layer` is made of, too."""
+"""Defines moe_block: [norm ->] router, the chosen experts and shared experts, and what is around them (`residual`), as one
+region; and the sublayer, which `transformer_layer` runs too."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from .sublayer.residual import (
 LOGITS = "router_logits"
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
-SMALLEST_SUM = 1e-20  # is added to a sum of sigmoids, which may all be 0 in float32 (DeepSeek-V3)
+SMALLEST_SUM = 1e-20  # added to a sum of sigmoids, which may all be 0 in float32 (DeepSeek-V3)
 ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, their gradients and steps between
 
 
@@ -59,8 +59,9 @@ ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, thei
     AroundTensors, ..., updates_of((*EXPERT_LAYERS, *(f"shared_{layer}" for layer in MLP_LAYERS))), RandomStates
 )
 class MoETensors(NamedTuple):
-    """The tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight None: there
-    is no shared expert. Low-rank updates are those of all experts in one tensor; lora_rng: of the shared expert's."""
+    """Holds the tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight
+    None: there is no shared expert. One tensor holds the low-rank updates of all experts; lora_rng is the random state
+    of the shared expert's updates."""
 
     router_weight: Tensor
     router_bias: Tensor | None
@@ -82,7 +83,7 @@ SHARED = tuple(name for name in MLPTensors._fields if f"shared_{name}" in MoETen
 
 
 class RouterOptions(NamedTuple):
-    """The options of the choice. num_groups 1: all experts may be chosen."""
+    """Holds the options of the choice of experts. num_groups 1: all experts may be chosen."""
 
     top_k: int
     scoring: str
@@ -95,8 +96,8 @@ class RouterOptions(NamedTuple):
 
 @with_fields(RouterOptions, ..., SublayerOptions)
 class MoEOptions(NamedTuple):
-    """The sublayer's other arguments. shared: "" without a shared expert, "plain" or "gated"; lora: of each layer of the shared
-    expert; experts_lora: as in ExpertsOptions."""
+    """Holds the sublayer's other options. shared: "" without a shared expert, "plain" or "gated"; lora: of each layer of
+    the shared expert; experts_lora: as in ExpertsOptions."""
 
     router_dtype: torch.dtype
     shared: str
@@ -104,7 +105,7 @@ class MoEOptions(NamedTuple):
     backend: str
     experts_lora: tuple[float, ...]
 
-    # what the shared expert's MLPBranch reads, too
+    # read by the shared expert's MLPBranch
     dropout_p, first_column = 0.0, 0
 
     @property
@@ -120,14 +121,14 @@ class MoEOptions(NamedTuple):
 
 
 def scores_of(logits: Tensor, o: Any) -> Tensor:
-    """s in float32 at least."""
+    """Returns s, at least in float32."""
     logits = logits.to(eager.wide_of(logits.dtype))
     return torch.softmax(logits, -1) if o.scoring == "softmax" else torch.sigmoid(logits)
 
 
 def chosen(scores: Tensor, score_bias: Tensor | None, o: Any) -> Tensor:
-    """index int64. Groups of E / num_groups experts are ranked by the sum of their two best scores ("top2": DeepSeek-V3, arXiv
-    2412.19437) or by their best one ("max": DeepSeek-V2, arXiv 2405.04434), the bias included."""
+    """Returns index, int64. Groups of E / num_groups experts are ranked by the sum of their two best scores ("top2":
+    DeepSeek-V3, arXiv 2412.19437) or by their best ("max": DeepSeek-V2, arXiv 2405.04434), with the bias."""
     with torch.no_grad():
         ranked = scores.detach() if score_bias is None else scores.detach() + score_bias.to(scores.dtype)
         if o.num_groups > 1:
@@ -140,14 +141,14 @@ def chosen(scores: Tensor, score_bias: Tensor | None, o: Any) -> Tensor:
 
 
 def weights_of(scores: Tensor, index: Tensor, o: Any) -> Tensor:
-    """w in the scores' dtype."""
+    """Returns w in the scores' dtype."""
     w = scores.gather(-1, index)
     w = w / (w.sum(-1, keepdim=True) + SMALLEST_SUM) if o.normalize else w
     return w if o.routed_scaling_factor == 1.0 else w * o.routed_scaling_factor
 
 
 def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o: Any) -> Tensor:
-    """The gradient of the logits [T, E] from that of w [T, k], in the scores' dtype."""
+    """Returns the gradient of the logits [T, E] from that of w [T, k], in the scores' dtype."""
     s, ds = scores.gather(-1, index), dw.to(scores.dtype) * o.routed_scaling_factor
     if o.normalize:
         total = s.sum(-1, keepdim=True) + SMALLEST_SUM
@@ -162,7 +163,7 @@ def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o: Any) -> Tensor
 
 
 def saves(o: MoEOptions) -> tuple[str, ...]:
-    """What forward saves besides its tensors: its choice of experts, and what moe_mlp and an MLP save."""
+    """Returns the names of what forward saves besides its tensors: the choice of experts, and what moe_mlp and an MLP save."""
     if o.recompute == "full":
         return ("index",)
     shared = mlp_saves(o) if o.shared else ()
@@ -178,7 +179,8 @@ def shared_of(t: MoETensors) -> MLPTensors | None:
 
 
 class Gradients:
-    """The sublayer's gradients that are sums over chunks, of those that `need` names; inner: needs of what the experts read."""
+    """Collects the sublayer's gradients that are sums over chunks, of the names in `need`. inner: names needed of the
+    experts' inputs and parameters."""
 
     def __init__(self, sublayer: MoESublayer, need: Collection[str], chunks: int):
         t, self.need_dh = sublayer.t, sublayer.needs_dh(need)
@@ -196,12 +198,12 @@ class Gradients:
 
     def results(self) -> dict[str, Tensor | None]:
         of_shared = {} if self.shared is None else self.shared.results()
-        made = {name: one.result() for name, one in self.totals.items()}
-        return made | {f"shared_{name}": one for name, one in of_shared.items()}
+        own = {name: total.result() for name, total in self.totals.items()}
+        return own | {f"shared_{name}": grad for name, grad in of_shared.items()}
 
 
 class MoESublayer(Sublayer):
-    """What an MoE sublayer computes, for one input, in chunks of tokens."""
+    """Computes an MoE sublayer for one input, in chunks of tokens."""
 
     def __init__(self, x: Tensor, t: MoETensors, o: MoEOptions):
         super().__init__(x, t, o)
@@ -231,31 +233,32 @@ class MoESublayer(Sublayer):
     # -- the branch
 
     def shared_gate(self, h: Tensor) -> Tensor | None:
-        """sigmoid(h g^T) [rows, 1]."""
+        """Returns sigmoid(h g^T) [rows, 1], or None."""
         gate = self.cast(self.t.shared_expert_gate)
         return None if gate is None else torch.sigmoid(eager.linear(h, gate, None))
 
     def of_shared(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("shared_"): one for name, one in saved.items() if name.startswith("shared_")}
+        return {name.removeprefix("shared_"): tensor for name, tensor in saved.items() if name.startswith("shared_")}
 
     def branch(
         self, h: Tensor, s: Tensor, groups: eager.Groups, saved: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what the branch gives, what it saves); saved: of forward, in backward, which takes the first alone."""
-        made = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
-        f = made.pop("y")
+        """Returns (the branch's result, what it saves). saved: what forward saved, in backward, which reads only the
+        result."""
+        results = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
+        f = results.pop("y")
         if self.shared is None:
-            return f, made
+            return f, results
         if saved is None:
             y, own = self.shared.forward_rows(h, self.first_row)
         else:
             y, own = self.shared.result_of(h, self.of_shared(saved), self.first_row), {}
         gate = self.shared_gate(h)
         f = f.add_(y) if gate is None else f.addcmul_(y, gate)
-        return f, made | {f"shared_{name}": one for name, one in own.items()}
+        return f, results | {f"shared_{name}": tensor for name, tensor in own.items()}
 
     def forward(self) -> dict[str, Tensor]:
-        """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
+        """Returns by name the output "y", the logits, the choice "index", and what the branch saves."""
         h = self.inputs()
         logits = self.logits(h)
         scores = scores_of(logits, self.o)
@@ -268,7 +271,7 @@ class MoESublayer(Sublayer):
     def backward(
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Gradients
     ) -> dict[str, Tensor | None]:
-        """The gradients that are not in `sums`."""
+        """Returns the gradients that are not in `sums`."""
         index, dlogits, h = saved["index"].long(), saved[f"d{LOGITS}"], self.inputs()
         groups = eager.route(index, self.t.router_weight.shape[0])
         scores = scores_of(self.logits(h), self.o)
@@ -276,16 +279,16 @@ class MoESublayer(Sublayer):
         f = self.drop(self.branch(h, s, groups, saved)[0]) if self.reads_branch(need) else None
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
-        made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)
-        dh, ds = made.get("dx"), made.pop("ds", None)
-        made = None
+        results = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)
+        dh, ds = results.get("dx"), results.pop("ds", None)
+        results = None
         if sums.routes:
             dz = logits_gradient(ds, scores, index, self.o).add_(dlogits).to(self.o.router_dtype)
             self.add_linear_gradients("router_weight", dz, h, dh, sums)
             dz = ds = scores = None
         if self.shared is not None:
             own, gate, dx = self.of_shared(saved), self.shared_gate(h), None
-            if sums.gates:  # whose gradient takes what the shared expert gave: by one matmul more
+            if sums.gates:  # whose gradient reads the shared expert's result: one more matmul
                 if not own:
                     hidden, before = self.shared.hidden(h, self.first_row, save=True)
                     own = dict(zip(("g", "u") if self.shared.gated else ("z",), before, strict=True)) | {"h": hidden}
@@ -315,9 +318,10 @@ class MoESublayer(Sublayer):
 
 
 def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(y, logits) in differentiable PyTorch ops. index [tokens, k]: forward's choice, if it is known."""
+    """Returns (y, logits), computed in differentiable PyTorch ops. index [tokens, k]: forward's choice, None to choose
+    again."""
     h = reference_inputs(x, t, o)
-    w, b = (cast_parameter(one, o.router_dtype) for one in (t.router_weight, t.router_bias))
+    w, b = (cast_parameter(tensor, o.router_dtype) for tensor in (t.router_weight, t.router_bias))
     logits = F.linear(h.to(o.router_dtype), w, b)
     scores = scores_of(logits, o)
     index = chosen(scores, t.score_bias, o) if index is None else index.long().view(*h.shape[:-1], o.top_k)
@@ -381,12 +385,12 @@ def check_router(
 
 
 def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
-    """Checks the shared expert's tensors; returns which kind it is."""
+    """Checks the shared expert's tensors; returns "", "plain" or "gated"."""
     features = x.shape[-1]
     if t["up_weight"] is None:
-        given = next((name for name, one in (*t.items(), ("expert_gate", gate)) if one is not None), None)
-        if given is not None:
-            raise ValueError(f"{op}: shared_{given} needs shared_up_weight")
+        extra = next((name for name, tensor in (*t.items(), ("expert_gate", gate)) if tensor is not None), None)
+        if extra is not None:
+            raise ValueError(f"{op}: shared_{extra} needs shared_up_weight")
         return ""
     if t["down_weight"] is None:
         raise ValueError(f"{op}: shared_up_weight needs shared_down_weight")
@@ -403,16 +407,16 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
     return "plain" if t["gate_weight"] is None else "gated"
 
 
-def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensors, MoEOptions]:
-    """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
+def gather(op, x, *, activation, router_dtype, lora, **others) -> tuple[MoETensors, MoEOptions]:
+    """Checks all arguments of moe_block; returns the sublayer's tensors, without random states, and its options."""
     if ACTIVE.shard is not None:
-        raise NotSharded("moe_block has no sharded form")
-    check_options(op, activation, given["recompute"])
+        raise NotSharded("moe_block cannot be sharded")
+    check_options(op, activation, others["recompute"])
     check_input(op, x)
-    t, features = {name: given.pop(name) for name in MoETensors.own}, x.shape[-1]
+    t, features = {name: others.pop(name) for name in MoETensors.own}, x.shape[-1]
     shared, w, wd = {name: t[f"shared_{name}"] for name in MLPTensors.own}, t["gate_up_weight"], t["down_weight"]
     check_experts(op, x, w, t["gate_up_bias"], wd, t["down_bias"])
-    routing = RouterOptions(**{name: given.pop(name) for name in RouterOptions._fields})
+    routing = RouterOptions(**{name: others.pop(name) for name in RouterOptions._fields})
     routing = check_router(op, x, len(w), t["router_weight"], t["router_bias"], t["score_bias"], routing)
     if router_dtype not in (None, torch.float32):
         raise ValueError(
@@ -421,17 +425,17 @@ def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensor
     kind = check_shared(op, x, shared, t["shared_expert_gate"])
     weights = {"gate_up": w, "down": wd} | {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
     updates, numbers = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
-    of_shared = {name: one for name, one in updates.items() if name.startswith("shared_")}
+    of_shared = {name: tensor for name, tensor in updates.items() if name.startswith("shared_")}
     router = t["router_weight"] if router_dtype is None else None
     probe = x.new_empty(0, dtype=compute_dtype(op, x, router, *weights.values()))
     own = of_shared, numbers[2 * len(EXPERT_LAYERS) :] if of_shared else ()
-    tensors, options = around(op, x, probe, "down_weight", features, own, w.numel(), **given)
+    tensors, options = around(op, x, probe, "down_weight", features, own, w.numel(), **others)
     o = MoEOptions(
         **routing._asdict(),
         activation=activation,
         shared=kind,
         router_dtype=torch.promote_types(probe.dtype, router_dtype or probe.dtype),
-        # of the experts, which run most matmuls; the shared expert's follow
+        # chosen for the experts, which run most matmuls; the shared expert uses the same
         backend=choose_impl(op, probe, features, wd.shape[2], features, name="moe_mlp"),
         experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2],
         **options,
@@ -486,40 +490,29 @@ def moe_block(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes an MoE layer with its router and everything around it, as one region; returns (y, router_logits).
+    """Computes an MoE sublayer with its router as one region; returns (y, router_logits).
 
-        h = norm(x) * (1 + norm_scale) + norm_shift;  logits = h router_weight^T + router_bias;  s = scoring(logits)
-        index = top_k of s + score_bias;  w = s[index] [/ sum of these] * routed_scaling_factor
-        f = moe_mlp(h, index, w, ...) + sigmoid(h shared_expert_gate^T) * shared(h)
-        z = drop_path(layer_scale * post_norm(dropout(f)))
-        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
+        logits = h router_weight^T + router_bias;  s = scoring(logits);  index = top_k of s + score_bias
+        w = s[index] [/ sum of these] * routed_scaling_factor
+        f = moe_mlp(h, index, w, ...) + sigmoid(h shared_expert_gate^T) * shared(h);  h and y as in mlp_block
 
-    x [..., d], router_weight [E, d], router_bias [E] or None -> y [..., d], router_logits [tokens, E] in router_dtype, both
-    with gradients: those of a load-balancing loss or a z-loss of the logits are added to those of y. Experts as in moe_mlp:
-    gate_up_weight [E, 2 n, d], down_weight [E, d, n], biases [E, 2 n] and [E, d]. float16, bfloat16, float32; float64 in
-    PyTorch ops; autocast's dtype inside torch.autocast.
+    x [..., d], router_weight [E, d] -> y [..., d], router_logits [tokens, E], both differentiable. Experts: see moe_mlp.
+    scoring: "softmax" over all experts, or "sigmoid" of each, in float32.
+    normalize: divides the k weights by their sum (Mixtral, arXiv 2401.04088).
+    score_bias: [E], for the choice alone, without a gradient (DeepSeek-V3, arXiv 2412.19437).
+    num_groups, top_groups: a token chooses within the top_groups best of num_groups equal groups.
+    group_score: the sum of a group's two best scores ("top2"), or its best ("max", DeepSeek-V2).
+    router_dtype: of logits; torch.float32 upcasts h and router_weight.
+    shared_expert_gate: [1, d] (Qwen2-MoE). Without shared_gate_weight the shared expert is a plain MLP.
+    lora: "gate_up", "down" as in moe_mlp; "shared_gate", "shared_up", "shared_down" as in mlp_block.
 
-    scoring: "softmax" over all experts, or "sigmoid" of each; in float32. normalize: the k weights are divided by their sum;
-    with a softmax they are then the softmax of the chosen logits (Mixtral, arXiv 2401.04088). score_bias: [E], added for the
-    choice alone; it gets no gradient (DeepSeek-V3, arXiv 2412.19437). num_groups, top_groups: a token chooses within the
-    top_groups best of num_groups groups of equal size, by the sum of a group's two best scores (group_score "top2",
-    DeepSeek-V3) or by its best ("max", DeepSeek-V2). router_dtype: torch.float32 upcasts h and router_weight before the
-    matmul; None: the compute dtype. shared_*: a gated MLP of all tokens, of any width, or without shared_gate_weight a plain
-    one; shared_expert_gate: [1, d] (Qwen2-MoE). lora: low-rank updates of the experts' "gate_up" and "down", as in moe_mlp, and
-    of "shared_gate", "shared_up" and "shared_down", as in mlp_block.
-    Norms, layer_scale, residual and dropouts: as in mlp_block.
+    Norms, layer_scale, residual and dropouts: see mlp_block.
 
-    recompute: what is saved for backward besides parameters:
+    recompute: what is saved besides x and the choice of experts, which rounding could change in recompute:
 
-        "none"       x, g and u of the chosen experts, the shared expert's g, u and h, routing
-        "selective"  the same without the shared h
-        "full"       x, routing
+        "none"       g and u of the chosen experts; g, u and h of the shared expert
+        "selective"  the same without h
+        "full"       nothing
 
-    Routing is the choice itself, int16 for each token-expert pair (int32 from 32,768 experts on): it is saved, because a
-    matmul that rounds otherwise in recompute could turn it. Norm, logits and weights are always recomputed. Backward
-    recomputes the shared expert's result for its gate, and f for a norm behind it and a trained layer_scale, by one matmul
-    of each, at "full" by all. Second order takes forward's choice, too. Nothing waits for the host on a GPU.
-    workspace: bytes of transient memory in each pass, tokens in equal chunks of 128 at least. Default: ckptkern.workspace.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
-    (backend).
+    Raises: see Conventions.
     """

@@ -38,20 +38,21 @@ PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branc
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's place in a tensor-parallel group. sequence: x is split over its rows too."""
+    """This rank's place in a tensor-parallel group. group: its name for torch's functional collectives; sequence: whether x
+    is split over its rows too."""
 
-    group: str  # its name, as torch's functional collectives take it
+    group: str  # its name for torch's functional collectives
     rank: int
     size: int
     sequence: bool = False
     checked: list[bool] = field(
         default_factory=list, compare=False, repr=False
-    )  # not empty: its ranks draw the same states
+    )  # not empty once the ranks' random states were compared
 
     # -- collectives
 
     def gathering(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts the collective of G x, of x [..., S, d]; what it returns waits for it and gives G x."""
+        """Starts the collective of G x, for x [..., S, d]; returns a function that waits for it and returns G x."""
         if not self.sequence:
             return lambda: x
         lead, (S, d) = x.shape[:-2], x.shape[-2:]
@@ -67,7 +68,8 @@ class Shard:
         return finished
 
     def reducing(self, y: Tensor) -> Callable[[], Tensor]:
-        """Starts the collective of R y, of y [..., S, d] with all rows; what it returns waits for it and gives R y."""
+        """Starts the collective of R y, for y [..., S, d] with all rows; returns a function that waits for it and returns R
+        y."""
         if not self.sequence:
             return self.summing(y)
         if y.dim() > 2:
@@ -82,16 +84,16 @@ class Shard:
         return finished
 
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
-        """Starts the sum of y over the group; what it returns waits for it and gives it."""
+        """Starts the sum of y over the group; returns a function that waits for it and returns it."""
         total = _c10d.all_reduce(y.contiguous(), "sum", self.group)
         return lambda: _c10d.wait_tensor(total)
 
     def summed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """These tensors, equal on all ranks; their gradients are the sums of what each rank makes of them."""
+        """Returns tensors that are equal on all ranks, with gradients summed over the ranks."""
         if not torch.is_grad_enabled():
             return tensors
-        made = iter(Summed.apply(self, *wanted) if (wanted := [t for t in tensors if t.requires_grad]) else ())
-        return tuple(next(made) if t.requires_grad else t for t in tensors)
+        results = iter(Summed.apply(self, *wanted) if (wanted := [t for t in tensors if t.requires_grad]) else ())
+        return tuple(next(results) if t.requires_grad else t for t in tensors)
 
     # -- where this rank's part lies
 
@@ -99,23 +101,24 @@ class Shard:
         return x.shape[-2] * (self.size if self.sequence else 1)
 
     def whole(self, x: Tensor) -> Tensor:
-        """A tensor of the shape, dtype and device of G x, for checks."""
+        """Returns a tensor of the shape, dtype and device of G x, for checks."""
         return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
 
     def first_row(self, x: Tensor) -> tuple[int, int]:
-        """Returns, among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
+        """Returns (the first row of x's first sample, the distance to the next sample's) among the unsharded rows; distance
+        0 for one sample."""
         if not self.sequence:
             return 0, 0
         return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
 
     def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
-        """Returns this rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
+        """Returns this rank's `count` along dim, or the tensor itself if it has no more."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
 
     # -- sublayers
 
     def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments: Any) -> Tensor:
-        """alone: is x read by no other sublayer?"""
+        """Computes attention_block. alone: whether no other sublayer reads x."""
         t, o = gather_attention(
             "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
         )
@@ -128,20 +131,20 @@ class Shard:
         t, o = gather_mlp("mlp_block", self.whole(x), training=training, **arguments)
         t, hidden = self.drawn(t, o, x, training), t.down_weight.shape[1]
         if t.rng is not None and hidden % 32:
-            reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
+            reason = f"the kernels' dropout masks need a multiple of 32 hidden units on each rank, not {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
 
     def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
         t = drawn(t, o, x, training)
-        states = [one for one in (t.rng, t.resid_rng, t.path_rng) if one is not None]
+        states = [state for state in (t.rng, t.resid_rng, t.path_rng) if state is not None]
         if states and not self.checked and not torch.compiler.is_compiling():
             self.check_alike(states[0])
             self.checked.append(True)
         return t
 
     def check_alike(self, state: Tensor) -> None:
-        """Raises a RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+        """Raises RuntimeError on a CPU; on a GPU, a device-side assertion, for which the host does not wait."""
         states = _c10d.all_gather_into_tensor(state, self.size, self.group)
         states = _c10d.wait_tensor(states).view(self.size, -1)
         alike = (states == states[0]).all()
@@ -155,15 +158,15 @@ class Shard:
             raise RuntimeError(message)
 
     def sublayer(self, across, x: Tensor, t: Any, o: Any, bias: str, alone: bool, **place: int) -> Tensor:
-        """around(x, R f(G x)) of a sublayer. x + R f(G x) is one node of the graph, which adds the gradients of x itself;
-        autograd adds them, in its own order, if another sublayer reads x."""
+        """Returns around(x, R f(G x)). One node of the graph computes x + R f(G x) and adds x's own gradients; if another
+        sublayer reads x, autograd adds them in its own order."""
         inner = dict(NOTHING_AROUND, **{bias: None})
         options = dict(PLAIN_AROUND, **place)
         if o.norm and not o.norm_first:
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
         plain = o.residual and not o.post_norm and o.branch_factor == 1.0
-        adds = alone and plain and all(getattr(t, name) is None for name in inner)  # is the sublayer x + f?
+        adds = alone and plain and all(getattr(t, name) is None for name in inner)  # whether the sublayer is x + f
         f = across(self, o._replace(**options), adds, x, *t._replace(**inner))
         if adds:
             return f
@@ -176,46 +179,45 @@ class Shard:
     # -- what the ops' arguments are on this rank
 
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and
-        gates."""
-        made, H = dict(arguments), arguments["num_heads"]
-        H_kv = H if made["num_kv_heads"] is None else made["num_kv_heads"]
+        """Returns the arguments with this rank's heads of packed weights, masks, slopes, sinks and gates."""
+        own, H = dict(arguments), arguments["num_heads"]
+        H_kv = H if own["num_kv_heads"] is None else own["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
-        D = made["out_weight"].shape[1] // heads
-        counts = heads * D * (2 if made["gate_in_query"] else 1), kv_heads * D, kv_heads * D
+        D = own["out_weight"].shape[1] // heads
+        counts = heads * D * (2 if own["gate_in_query"] else 1), kv_heads * D, kv_heads * D
         for name in ("qkv_weight", "qkv_bias"):
-            value = made[name]
-            if isinstance(value, Tensor) and made["qkv_layout"] == "qkv":
+            value = own[name]
+            if isinstance(value, Tensor) and own["qkv_layout"] == "qkv":
                 value = value.split([self.size * count for count in counts])
             if isinstance(value, (tuple, list)):
                 parts = zip(value, counts, strict=True)
-                made[name] = [None if one is None else self.part(one, 0, count) for one, count in parts]
-        made |= dict(num_heads=heads, num_kv_heads=kv_heads)
-        mask = made["attn_mask"]
+                own[name] = [None if tensor is None else self.part(tensor, 0, count) for tensor, count in parts]
+        own |= dict(num_heads=heads, num_kv_heads=kv_heads)
+        mask = own["attn_mask"]
         if isinstance(mask, (tuple, list)):
-            made["attn_mask"] = tuple(self.mask(one, H, heads) for one in mask)
+            own["attn_mask"] = tuple(self.mask(part, H, heads) for part in mask)
         else:
-            made["attn_mask"] = self.mask(mask, H, heads)
+            own["attn_mask"] = self.mask(mask, H, heads)
         for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
-            if (value := made[name]) is not None:
-                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # of o, else of heads
+            if (value := own[name]) is not None:
+                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # columns of o, else heads
                 dim = -1 if name == "alibi_slopes" else 0
-                made[name] = self.part(value, dim, heads * D if of_columns else heads)
-        if made["key_value"] is not None:
+                own[name] = self.part(value, dim, heads * D if of_columns else heads)
+        if own["key_value"] is not None:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
-            (made["key_value"],) = self.summed(made["key_value"])
-        return self.with_vectors(made)
+            (own["key_value"],) = self.summed(own["key_value"])
+        return self.with_vectors(own)
 
     def with_vectors(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with vectors of each sample whose gradients are sums over ranks: over those of the branch, of a gate
-        over rows."""
+        """Returns the arguments with vectors of samples whose gradients are summed over ranks. A norm's vectors have
+        partial sums of the branch; in sequence parallel layer_scale has partial sums of rows."""
         if arguments["lora"]:
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         gate = ("layer_scale",) if self.sequence else ()
-        given = {name: arguments[name] for name in ("norm_scale", "norm_shift", *gate)}
-        given = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim() > 1}
-        return arguments | dict(zip(given, self.summed(*given.values()), strict=True))
+        vectors = {name: arguments[name] for name in ("norm_scale", "norm_shift", *gate)}
+        vectors = {name: vector for name, vector in vectors.items() if isinstance(vector, Tensor) and vector.dim() > 1}
+        return arguments | dict(zip(vectors, self.summed(*vectors.values()), strict=True))
 
     def mask(self, mask: Tensor | None, H: int, heads: int) -> Tensor | None:
         if mask is None or (mask.dim() < 3 and not mask.requires_grad):  # CausalBias, too, which has two dimensions
@@ -224,16 +226,16 @@ class Shard:
         return self.part(mask, -3, heads) if mask.dim() > 2 and mask.shape[-3] == H else mask
 
     def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with this rank's hidden units, of weights that hold all (gate and up in one)."""
-        made, count = dict(arguments), arguments["down_weight"].shape[1]
+        """Returns the arguments with this rank's hidden units, of gate and up weights that hold all."""
+        own, count = dict(arguments), arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
-            if made[name] is not None:
-                made[name] = self.part(made[name], 0, count)
-        return self.with_vectors(made)
+            if own[name] is not None:
+                own[name] = self.part(own[name], 0, count)
+        return self.with_vectors(own)
 
 
 class Summed(torch.autograd.Function):
-    """Identity; the gradients are summed over the group, in one all-reduce for each dtype."""
+    """Identity with gradients summed over the group, by one all-reduce for each dtype."""
 
     @staticmethod
     def forward(ctx, shard, *tensors):
@@ -245,9 +247,9 @@ class Summed(torch.autograd.Function):
         sums: dict[torch.dtype, list[int]] = {}
         for i, grad in enumerate(grads):
             sums.setdefault(grad.dtype, []).append(i)
-        made: list[Tensor | None] = [None] * len(grads)
+        results: list[Tensor | None] = [None] * len(grads)
         for places in sums.values():
             total = ctx.shard.summing(torch.cat([grads[i].reshape(-1) for i in places]))()
             for i, part in zip(places, total.split([grads[i].numel() for i in places]), strict=True):
-                made[i] = part.view(grads[i].shape)
-        return None, *made
+                results[i] = part.view(grads[i].shape)
+        return None, *results

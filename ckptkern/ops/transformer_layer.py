@@ -36,10 +36,10 @@ AnyTensors = AttentionTensors | LatentTensors
 
 
 def of_sublayers(layer: type) -> type:
-    """Decorates the op of a layer of at most `attentions` attention sublayers and a last one with what follows from their ops.
+    """Completes the op of a layer, of up to `attentions` attention sublayers and a last one, from the ops of these.
 
-    Its options are attention: of the attention sublayers in their order, of which a second one is cross-attention; mlp: of the
-    last sublayer; parallel: do all sublayers read x?
+    Its options are attention: of each attention sublayer, a second one being cross-attention; mlp: of the last sublayer;
+    parallel: whether all sublayers read x.
     """
     attention, last, count = layer.attention, layer.last, layer.attentions
     fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
@@ -52,71 +52,74 @@ def of_sublayers(layer: type) -> type:
 
 
 def saved_of(attention: AnyOptions, o: Any) -> tuple[str, ...]:
-    """Names what an attention sublayer saves: its core, and at "none" what it passes on."""
+    """Returns the names of what an attention sublayer saves: its core's results, and at "none" its output."""
     names = core_saves(attention)
     return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
 
 
 @of_sublayers
 class TransformerLayer(SublayerOp):
-    """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
+    """The op of a layer. Tensors: x, each attention sublayer's, the last sublayer's. attention, last: the ops of these
+    sublayers."""
 
     name = "transformer_layer"
     attention: type[CoreOp] = AttentionBlock
     last: type[SublayerOp] = MLPBlock
     attentions = 2
-    # so that no place of a cross-attention's constants is one of the MLP's in a call without it
+    # so that the indices of a cross-attention's constants are not indices of the MLP's tensors in a call without it
     assert min(AttentionBlock.constants) > len(MLPBlock.Tensors._fields)
 
     @staticmethod
-    def saves(o):  # by no op that is an attribute of the class: Dynamo of torch 2.11 traces none
-        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in saved_of(one, o)]
+    def saves(o):  # not by the ops in the class's attributes, which Dynamo of torch 2.11 cannot trace
+        names = [f"{name}{i}" for i, options in enumerate(o.attention) for name in saved_of(options, o)]
         return (*names, *(moe_saves if isinstance(o.mlp, MoEBlock.Options) else mlp_saves)(o.mlp))
 
     @classmethod
     def sublayers(
         cls, tensors: Sequence[Tensor | None], o: Any
     ) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
-        """(x, each attention sublayer's tensors and options, the tensors of the last sublayer)"""
+        """Returns (x, each attention sublayer's tensors and options, the last sublayer's tensors)."""
         (x, *others), A = tensors, len(cls.attention.Tensors._fields)
-        attentions = [(cls.attention.Tensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
+        attentions = [
+            (cls.attention.Tensors(*others[i * A : (i + 1) * A]), options) for i, options in enumerate(o.attention)
+        ]
         return x, attentions, cls.last.Tensors(*others[len(attentions) * A :])
 
     @classmethod
     def forward(cls, tensors, o):
         (x, attentions, t_last), saved = cls.sublayers(tensors, o), {}
         mid = x
-        for i, (t, one) in enumerate(attentions):
-            mid, made = cls.attention.compute(mid, t, one)
-            mid = made["mid"] = unflattened(mid, x)
-            saved |= {f"{name}{i}": made[name] for name in saved_of(one, o)}
-            made = None
-        y, made = cls.last.compute(x if o.parallel else mid, t_last, o.mlp)
+        for i, (t, options) in enumerate(attentions):
+            mid, results = cls.attention.compute(mid, t, options)
+            mid = results["mid"] = unflattened(mid, x)
+            saved |= {f"{name}{i}": results[name] for name in saved_of(options, o)}
+            results = None
+        y, results = cls.last.compute(x if o.parallel else mid, t_last, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
-        return unflattened(y, x), saved | made
+        return unflattened(y, x), saved | results
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
         kind, last = cls.attention.Tensors, cls.last
         x, attentions, t_last = cls.sublayers(tensors, o)
         A, before, mid, cores = len(kind._fields), needs & 1, x, []
-        for i, (t, one) in enumerate(attentions):
-            # what its backward forms; the gradient of an input that is not x, if anything before it needs one
+        for i, (t, options) in enumerate(attentions):
+            # the needs_input_grad mask of this sublayer; an input other than x needs a gradient if anything before it does
             own = needs >> 1 + i * A & (1 << A) - 1
             formed = own << 1 | before
             before |= own != 0
-            sublayer, f = cls.attention.Sublayer(mid, t, one, shares=True), None
-            core = {name: saved.pop(f"{name}{i}") for name in saved_of(one, o)}
+            sublayer, f = cls.attention.Sublayer(mid, t, options, shares=True), None
+            core = {name: saved.pop(f"{name}{i}") for name in saved_of(options, o)}
             mid = core.pop("mid", None)
             if o.parallel:
                 mid = x
-            elif mid is None:  # the next sublayer's input, made of a core that is recomputed if it was not saved
-                if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
+            elif mid is None:  # the next sublayer's input, from core attention, which is recomputed if it was not saved
+                if not core:  # with raw projections, as backward reads them; groups of heads project again
                     core = sublayer.attend(save_raw=sublayer.division.groups == 1)
                 f = sublayer.branch(core)
                 mid = unflattened(sublayer.output(f), x)
                 f = f if "f" in sublayer.plan(needed_names(kind, formed), core, None).values else None
-            sublayer.held.clear()  # the dequantised weights: what comes next has a workspace of its own
+            sublayer.held.clear()  # frees dequantised weights: the next sublayer has a workspace of its own
             cores.append((sublayer, core, f, formed))
         sublayer = core = f = None
         of_last = needs >> 1 + len(attentions) * A << 1 | (needs & 1 if o.parallel else before)
@@ -138,8 +141,8 @@ class TransformerLayer(SublayerOp):
     def reference(cls, tensors, o, **decided):
         x, attentions, t_last = cls.sublayers(tensors, o)
         mid = x
-        for t, one in attentions:
-            mid = cls.attention.in_torch_ops(mid, t, one)
+        for t, options in attentions:
+            mid = cls.attention.in_torch_ops(mid, t, options)
         y = cls.last.in_torch_ops(x if o.parallel else mid, t_last, o.mlp, **decided)
         if not o.parallel:
             return y
@@ -162,14 +165,17 @@ class LatentTransformerMoELayer(LatentTransformerLayer):
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
-# (latent?, routes?) -> the type of its options, and what applies it
-LAYERS = {(one.attention is LatentAttentionBlock, one.last is MoEBlock): (one.Options, build(one)) for one in LAYER_OPS}
+# (latent, routes) -> (the type of the options, the function that applies the op)
+LAYERS = {
+    (layer.attention is LatentAttentionBlock, layer.last is MoEBlock): (layer.Options, build(layer))
+    for layer in LAYER_OPS
+}
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
 
 class Arguments(NamedTuple):
-    """A block's arguments that the layer hands on: names of those that must be given, and the others' defaults."""
+    """The arguments of a block that the layer passes on: names of required arguments, and defaults of the others."""
 
     required: tuple[str, ...]
     defaults: dict[str, Any]
@@ -180,19 +186,19 @@ class Arguments(NamedTuple):
         defaults = {p.name: p.default for p in handed if p.default is not p.empty}
         return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
 
-    def checked(self, op: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all of them, `given` and defaults."""
-        if not isinstance(given, Mapping):
-            raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
-        for key in given:
+    def checked(self, op: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `arguments` completed by the defaults."""
+        if not isinstance(arguments, Mapping):
+            raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(arguments).__name__}")
+        for key in arguments:
             if key in OWN_ARGUMENTS:
                 raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
             if key not in self.defaults and key not in self.required:
                 known = ", ".join((*self.required, *self.defaults))
                 raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {known}")
-        if missing := [key for key in self.required if key not in given]:
+        if missing := [key for key in self.required if key not in arguments]:
             raise TypeError(f"{op}: {name} must have {', '.join(missing)}")
-        return self.defaults | dict(given)
+        return self.defaults | dict(arguments)
 
 
 ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of(mlp_block)
@@ -211,13 +217,13 @@ def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: b
 
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
-    for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
-        if given["norm"] is not None and given["norm_first"] is False:
+    for name, arguments in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
+        if arguments["norm"] is not None and arguments["norm_first"] is False:
             raise ValueError(
-                f"{op}: parallel sublayers have no norm after the residual, but {name} has norm_first=False"
+                f"{op}: parallel sublayers must have their norm before the branch, but {name} has norm_first=False"
             )
     if mlp_arguments["residual"] is not True:
-        raise ValueError(f"{op}: the MLP of parallel sublayers is added, but mlp_arguments has residual=False")
+        raise ValueError(f"{op}: parallel adds the MLP's result, but mlp_arguments has residual=False; leave it out")
 
 
 def transformer_layer(
@@ -231,28 +237,25 @@ def transformer_layer(
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x,
-    residual=False); with a router_weight among mlp_arguments moe_block(attention_block(x)), which returns (y, router_logits).
+    """Computes a transformer layer as one region, which also recomputes the tensors between its sublayers.
 
-    cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
-    attention_arguments with a kv_a_weight are those of latent_attention_block, which takes the place of attention_block
-    (DeepSeek, MiniCPM3) and saves what it saves. Neither it nor an MoE goes with cross_attention_arguments.
+        y = mlp_block(attention_block(x))       parallel: y = attention_block(x) + mlp_block(x, residual=False)
 
-    x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
-    cross_attention_arguments and mlp_arguments: the arguments of attention_block and of mlp_block or moe_block by name,
-    without x, training, recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are
-    added (GPT-NeoX, GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for
-    backward besides parameters:
+    x as in attention_block -> y of the same shape.
+    attention_arguments, mlp_arguments: the two functions' arguments by name, without x, training, recompute and workspace;
+    `residual` is True by default. With kv_a_weight, latent_attention_block runs; with router_weight, moe_block, and the
+    layer returns (y, router_logits).
+    cross_attention_arguments: those of a second attention_block, with key_value (a decoder layer); not with parallel,
+    latent attention or experts.
+    parallel: both sublayers read x (GPT-NeoX, GPT-J). To share a norm, pass its tensors to both.
+    recompute: what is saved besides x, key_value, masks, tables and the choice of experts:
 
-        "none"       what the two blocks save at "none", and what passes between them, if it does
-        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o; with a gate by its, too
-        "full"       x
+        "none"       what the sublayers save at "none", and the tensors between them
+        "selective"  o, lse: one matmul recomputes the MLP's input from o
+        "full"       nothing
 
-    and key_value itself, and of an MoE the routing. "none" and "selective" save these of both attentions. A pair of modes, of
-    the attentions and of the MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is
-    "selective" with what passes between the sublayers saved, ("full", "none") recomputes attention alone.
-    workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block; beside them are, in backward, o
-    and what passes between the sublayers. Raises as the two blocks do.
+    A pair, such as ("full", "none"), has the modes of attention and MLP, each then a region that saves its input.
+    Raises: see Conventions.
     """
     op = "transformer_layer"
     latent = isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
@@ -274,9 +277,9 @@ def transformer_layer(
     if latent:
         refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
-        raise NotSharded("a layer with a router has no sharded form")
+        raise NotSharded("a layer with a router cannot be sharded")
     common = dict(training=training, workspace=workspace)
-    # each sublayer is a region: a shard saves what passes between them, because recomputing it would take another collective
+    # each sublayer is a region: a shard saves the tensors between them, whose recompute would take another collective
     if ACTIVE.shard is not None or not isinstance(recompute, str):
         mid, block = x, latent_attention_block if latent else attention_block
         if ACTIVE.shard is not None:
@@ -289,7 +292,7 @@ def transformer_layer(
             return y
         return (mid + y[0], y[1]) if routes else mid + y
     gather = gather_latent if latent else gather_attention
-    sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]
+    sublayers = [gather(op, x, recompute=recompute, **common, **arguments) for arguments in attentions]
     for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(

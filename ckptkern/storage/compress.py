@@ -51,7 +51,7 @@ class compress(Chained):
       as 0. 1.03 bytes per element.
 
     Both preserve NaN, infinities and the sign of every element, so no non-zero becomes zero. They take float32, bfloat16
-    and float16; docs/concepts/storage.md measures the error of gradients. Around checkpointed regions with ReLU inside,
+    and float16; docs/how-to/storage.md measures the error of gradients. Around checkpointed regions with ReLU inside,
     int8's error grows from 0.01 to 0.08, because masks recomputed from a compressed input differ from forward's. They
     also compress sensitive tensors, such as the logsumexp that attention saves in float32: in a model that computes in
     bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
@@ -97,7 +97,7 @@ class compress(Chained):
                 scaled.round().nan_to_num_(nan=-128.0) if code.dtype == torch.int8 else scaled.to(code.dtype).float()
             )
             # No other element may become 0, because ReLU's backward reads the sign of its result: with round-to-nearest
-            # int8 the gradient's error was 0.11 in the example of docs/concepts/storage.md
+            # int8 the gradient's error was 0.11 in the example of docs/how-to/storage.md
             codes[row : row + step] = torch.where(rounded == 0, x.sign() * code.smallest, rounded)
         return _Packed(self._then.put(codes.view(-1)), self._then.put(scales.view(-1)), flat.numel(), flat.dtype)
 

@@ -154,7 +154,10 @@ UNREAD = {
         lambda: Stack(lambda: adapted(Llama(mlp=variant(Gated, forward=with_one_mask)()), "mlp", p=0.5)),
         "share one dropout's mask",
     ),
-    "dropout before a split weight": (lambda: model_of("phi3", "gate_up", p=0.3), "dropout of a weight that is split"),
+    "dropout before a split weight": (
+        lambda: model_of("phi3", "gate_up", p=0.3),
+        "a split weight has a low-rank update with dropout",
+    ),
 }
 
 

@@ -169,7 +169,7 @@ def test_a_pair_of_modes_of_parts(model):
 
 def test_a_name_of_nothing_is_an_error(model):
     for option in ("include", "exclude"):
-        with pytest.raises(ValueError, match=f"{option}='layer.0' is the name of no module of Stack; .* 'layers.0'"):
+        with pytest.raises(ValueError, match=f"{option}='layer.0' matches no module of Stack; .* 'layers.0'"):
             ckptkern.convert(model, ids(), **{option: ["layers.1", "layer.0"]})
     ckptkern.convert(model, ids(), exclude=nn.Conv2d)  # no name
 
@@ -295,7 +295,7 @@ READ = {
     "a function": (lambda m: setattr(m.layers[0].mlp, "forward", lambda x: x), "mlp has a hook, or a forward of its own"),
     "a hook": (lambda m: m.layers[0].mlp.register_forward_hook(lambda *_: None), "mlp has a hook, or a forward of its own"),
     "a module": (lambda m: setattr(m.layers[0].mlp, "act_fn", nn.ReLU()), "mlp.act_fn is another module: a ReLU, and "),
-    "a mode": (lambda m: m.layers[0].self_attn.eval(), "self_attn is in evaluation mode, other than the layer that it is in"),
+    "a mode": (lambda m: m.layers[0].self_attn.eval(), "self_attn is in evaluation mode, unlike the layer that it is in"),
     "another configuration": (lambda m: setattr(m.layers[0].self_attn, "config", copy.copy(m.config)), "self_attn.config is "),
 }  # fmt: skip
 

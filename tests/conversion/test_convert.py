@@ -104,7 +104,7 @@ def test_probabilities_are_there_for_who_reads_them():
     torch.testing.assert_close(*results)
     unread = ours(x)[1]
     assert isinstance(unread, Unread)
-    assert (unread.dtype, unread.original.made) == (torch.float32, [])
+    assert (unread.dtype, unread.original.results) == (torch.float32, [])
     assert ours(x)[1].shape == (2, HEADS, 6, 6)
     nn.init.ones_(ours.fc2.bias)
     with pytest.raises(
@@ -370,7 +370,7 @@ def test_the_table():
     assert saves.startswith("2 modules converted; the whole model saves ")
     assert calls == "calls since then: 0 fused, 0 checkpointed, 0 original"
     assert [row.name for row in conversion] == ["layers.0", "layers.1", "head"]
-    assert "head: the example's call has no F.cross_entropy of it" in text
+    assert "head: the example's call has no F.cross_entropy of its logits" in text
 
 
 class Towers(nn.Module):

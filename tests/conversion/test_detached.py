@@ -52,7 +52,7 @@ def test_a_copy_of_detached_logits_is_values(use, dtype):
         with saved_tensors([*model.parameters()]) as saved:
             loss = loss_of(logits)
         assert any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors) == (type(logits) is Tensor)
-        assert not isinstance(logits, Logits) or not (logits.made or logits.matmul.aliases)
+        assert not isinstance(logits, Logits) or not (logits.computed or logits.matmul.aliases)
         grads = torch.autograd.grad(loss, model.embed.weight)
         with torch.no_grad():
             model.head.weight.mul_(2)
@@ -68,7 +68,7 @@ def test_what_asks_for_no_copy_stays_lazy():
     with torch.no_grad():
         lazy = logits[..., :-1, :].contiguous(), logits.float().reshape(-1, V), logits.to(logits.dtype) / 2, -logits
     lazy += logits.detach(), logits.detach()[:, 1:].contiguous().flatten(0, 1), logits.clone()
-    assert all(type(logits) is Logits and not logits.made for logits in lazy)
+    assert all(type(logits) is Logits and not logits.computed for logits in lazy)
 
 
 def test_a_mask_of_detached_logits_counts_after_a_copy():

@@ -192,7 +192,7 @@ LEFT = {
 @pytest.mark.parametrize("loss", READ)
 def test_logits_that_are_read_as_well(loss):
     theirs = model_of(READ[loss])
-    with pytest.warns(UserWarning, match="forward also hands the logits of head to"):
+    with pytest.warns(UserWarning, match="forward also passes the logits of head to"):
         ours = converted(theirs)
     assert_same_step(ours, theirs)
 
@@ -297,7 +297,7 @@ def test_modes_and_the_table(dtype):
         (row,) = conversion
         assert (row.name, row.kind) == ("head", "Linear")
         if mode == "none" and dtype is torch.float32:  # both save 4 bytes of a logit
-            assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy saves no less")
+            assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy does not save less")
             continue
         assert row.replaced_by == "linear_cross_entropy"
         bytes_[mode] = saved(model, ids(), ids(1))
@@ -351,7 +351,9 @@ def test_what_is_asked_and_what_is_missing():
         rows = ckptkern.convert(model, ids(), **{"targets": ids(1)} | options).converted
         assert [row.replaced_by for row in rows] == replaced_by
     assert [row.replaced_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
-    assert "head: the example's call has no F.cross_entropy of it: with labels" in str(ckptkern.convert(model, ids()))
+    assert "head: the example's call has no F.cross_entropy of its logits. With labels" in str(
+        ckptkern.convert(model, ids())
+    )
 
 
 def test_functional_calls_and_transforms():

@@ -145,7 +145,7 @@ def test_log_probabilities_and_entropies_without_values(written, bias):
             logits, _ = model(ids())
             z = change(logits)
             y.append(written(z, LABELS[:, -z.shape[1] :]))
-            assert not isinstance(logits, Logits) or not (logits.made or z.made or logits.matmul.aliases)
+            assert not isinstance(logits, Logits) or not (logits.computed or z.computed or logits.matmul.aliases)
         grads = torch.autograd.grad(sum(map(weighted, y)), [model.embed.weight, model.body[0].weight])
         results.append([*(tensor.detach() for tensor in y), *grads])
     torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
@@ -158,7 +158,7 @@ def test_arg_max_and_lse(grad):
         assert torch.equal(logits.argmax(dim=-1), want.argmax(-1))
         assert torch.equal(torch.argmax(logits, -1, keepdim=True), want.argmax(-1, keepdim=True))
         torch.testing.assert_close(logits.logsumexp(-1, keepdim=True), want.logsumexp(-1, keepdim=True))
-    assert not logits.made
+    assert not logits.computed
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -169,7 +169,7 @@ def test_dtypes_are_torchs(function, autocast):
         logits = Matmul(x, LMHead(w)).logits()
         results = [function(z, dim=-1) for z in (logits, F.linear(x, w))]
         results = [result.gather(-1, torch.arange(4)[:, None]) if result.dim() > 1 else result for result in results]
-    assert not logits.made
+    assert not logits.computed
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
@@ -233,7 +233,7 @@ def test_losses_of_a_low_rank_update():
     results = []
     for z in (Matmul(x, LMHead(w), lora=ckptkern.LoRA(a, b, 0.5)).logits(), F.linear(x, w + 0.5 * b @ a)):
         loss = sum(weighted(loss_of(z[None], LABELS[:1, :4])) for loss_of in (*SMOOTHED, nll))
-        assert not isinstance(z, Logits) or not (z.made or z.matmul.aliases)
+        assert not isinstance(z, Logits) or not (z.computed or z.matmul.aliases)
         results.append([loss.detach(), *torch.autograd.grad(loss, [a, b])])
     torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
 
@@ -374,7 +374,7 @@ def test_metadata_asks_for_no_values():
     logits, want = Matmul(x, LMHead(w)).logits(), F.linear(x, w)
     hash(logits), logits.numel(), logits.element_size(), logits.layout
     assert logits.flatten(0, 1).view(3, 6, V)[1].shape == (6, V)
-    assert not logits.made
+    assert not logits.computed
     for change in (lambda z: z[:, 1:], lambda z: z.transpose(0, 1) * 2, lambda z: z.transpose(1, 2).contiguous()):
         of_both = (
             (tensor.shape, tensor.stride(), tensor.is_contiguous(), tensor.storage_offset())
@@ -426,7 +426,7 @@ def test_what_made_logits_is_said(cause):
 def test_gradients_that_are_never_formed_are_refused():
     logits, loss = converted_pair()[0](ids(), LABELS)
     logits.register_hook(print)  # as fully_shard does with all outputs
-    assert not logits.made
+    assert not logits.computed
     with pytest.raises(RuntimeError, match="retain_grad needs the gradient of logits"):
         logits.retain_grad()
     log_probs = verl(logits, LABELS)

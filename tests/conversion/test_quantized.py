@@ -345,7 +345,7 @@ PREPARED = {
     ),
     "a head": (functools.partial(of_qat, which=everywhere, weight_config=INT4), r"is not a linear layer"),
     "float8": (of_float8, r"is not a linear layer but Float8Linear"),
-    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, of which no op"),
+    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, and no op"),
     "torch.ao": (of_torch_qat, r"is not a linear layer"),
 }  # fmt: skip
 
@@ -384,4 +384,4 @@ def test_fake_quantisation_that_is_enabled_later():
 def test_a_quantised_weight_that_is_trained_is_none():
     linear = of_torchao(nn.Linear(DIM, DIM, bias=False))
     linear.weight.requires_grad_()
-    assert "is a Int8Tensor that is trained, of which no op forms a gradient" in quantized.why_unreadable(linear)
+    assert "is a Int8Tensor that is trained, and no op computes its gradient" in quantized.why_unreadable(linear)

@@ -148,7 +148,7 @@ def test_what_would_be_wrong_raises():
         logits.argmax(-1)
 
 
-@pytest.mark.filterwarnings("ignore:.*also hands the logits")
+@pytest.mark.filterwarnings("ignore:.*also passes the logits")
 @pytest.mark.parametrize("loss", [COVERED["as float"], z_loss], ids=["a module", "a z-loss"])
 def test_other_losses_are_traced_as_they_are(loss):
     """Dynamo makes nn.CrossEntropyLoss, where forward makes one, a function of tensors; a z-loss reads logits itself."""

@@ -101,7 +101,7 @@ def test_the_kernels_draw_parts_of_the_unsharded_masks(mesh):
             ours, close = split(unfused, mesh, strategy), {"tolerance": 1e-5, "atol": 1e-4, "rtol": 1e-4}
             check_step(unfused, ours, mesh, strategy, name, inputs=(x, weight), **close)
         narrow = split(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh, "heads")
-        with pytest.raises(RuntimeError, match="the kernels draw masks of shards of 32 n hidden units, not of 48"):
+        with pytest.raises(RuntimeError, match="dropout masks need a multiple of 32 hidden units on each rank, not 48"):
             narrow(x)
 
 

@@ -129,7 +129,7 @@ def test_collectives_and_errors(rank: int) -> None:
         y.backward()
     assert [(collective.name, collective.size) for collective in sent.collectives] == [("all_reduce", M * WIDTH)]
     (dx,) = torch.autograd.grad(loss(), leaves["x"], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second-order gradients"):
+    with pytest.raises(NotImplementedError, match="second-order gradients"):
         dx.sum().backward()
     leaves, place = shard_of(t, (15, 25), rank)
     with pytest.raises(ValueError, match="shards of equal size"):

@@ -116,14 +116,14 @@ OPS = [
     Fault(
         "dropout: every sample has the mask of the first",
         "ckptkern/ops/sublayer/dropout.py",
-        "parts = [drop(one, *arguments, row_base=o.row_base «+ i * o.row_step») for i, one in enumerate(samples)]",
+        "parts = [drop(sample, *arguments, row_base=o.row_base «+ i * o.row_step») for i, sample in enumerate(samples)]",
         "",
         ("tests/ops/test_dropout.py",),
     ),
     Fault(
         "attention: the output gate's gradient has the other factor",
         "ckptkern/ops/attention/sublayer.py",
-        "return (made * torch.sigmoid(«-gate»)).to(gate.dtype)",
+        "return (product * torch.sigmoid(«-gate»)).to(gate.dtype)",
         "gate",
         (values("[attention_block-gate"),),
     ),
@@ -209,7 +209,7 @@ OPS = [
     Fault(
         "experts: a routing weight has no gradient of the bias",
         "ckptkern/ops/experts.py",
-        'made["ds"] = «ds if bd is None else ds + _bias_share(dy, index, bd)»',
+        'gradients["ds"] = «ds if bd is None else ds + _bias_share(dy, index, bd)»',
         "ds",
         (values("[moe_block-down_bias", "[moe_block-gate_up_bias"),),
     ),

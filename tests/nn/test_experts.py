@@ -115,7 +115,7 @@ def test_transformers_models(kind):
 
 
 NEAR_MISSES = {
-    "has a router, which moe_mlp has not": lambda: Theirs(router=nn.Parameter(torch.ones(3))),
+    "has a router, which moe_mlp does not support": lambda: Theirs(router=nn.Parameter(torch.ones(3))),
     "has is_transposed=True": lambda: Theirs(is_transposed=True),
     "has has_gate=False": lambda: Theirs(has_gate=False),
     "gate_up_weight must be a Tensor": lambda: Theirs(gate_up_proj=None),

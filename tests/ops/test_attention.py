@@ -145,7 +145,7 @@ REFUSED = {
         lambda: ckptkern.latent_attention_block(ROWS, ones(10, 8), ones(6, 8), ones(265, 4), ones(8, 257), 1), TOO_WIDE
     ),
     "slopes": (
-        lambda: sdpa(NARROW, NARROW, NARROW, alibi_slopes=SLOPES), "the kernels form no gradient of alibi_slopes"
+        lambda: sdpa(NARROW, NARROW, NARROW, alibi_slopes=SLOPES), "the kernels compute no gradient for alibi_slopes"
     ),
 }  # fmt: skip
 

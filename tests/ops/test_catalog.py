@@ -33,7 +33,7 @@ def test_every_argument_is_an_input_or_an_option_with_another_value(name):
 
 
 ROW = r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| ([0-9k, ]+?) \| (\w+) \|$"
-ROWS = {name: row for name, *row in re.findall(ROW, (ROOT / "docs/figures.md").read_text(), re.MULTILINE)}
+ROWS = {name: row for name, *row in re.findall(ROW, (ROOT / "docs/measurements/figures.md").read_text(), re.MULTILINE)}
 
 
 def matmul_count(entry: Entry, **options) -> float:

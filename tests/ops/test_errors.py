@@ -266,7 +266,7 @@ REFUSED = {
         "down_weight must have shape (3, 6, 5) beside gate_up_weight (3, 10, 6), but has (2, 6, 5)": dict(
             down_weight=zeros(2, 6, 5)
         ),
-        "is an update of experts, which has no dropout; pass dropout_p=0": update(
+        "updates experts, which have no dropout: dropout_p must be 0": update(
             zeros(3, 2, 6), zeros(3, 10, 2), 1.0, 0.5, layer="gate_up"
         ),
     },

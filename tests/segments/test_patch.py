@@ -117,7 +117,7 @@ def test_somebody_elses_is_refused(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(torch_checkpoint, "checkpoint", theirs)
-        with pytest.raises(RuntimeError, match=r"wanted torch's own function at .* but got .*test_patch\..*theirs"):
+        with pytest.raises(RuntimeError, match=r"expected torch's own function at .* but found .*test_patch\..*theirs"):
             patch_torch()
     with patch_torch(), monkeypatch.context() as patched:  # theirs came later, and does not keep ours
         patched.setattr(torch_checkpoint, "checkpoint", theirs)

@@ -92,7 +92,7 @@ FIGURES = {  # store, and the largest relative error of the gradient
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
-def test_figures_of_the_docs(activation):
+def test_errors_of_the_docs(activation):
     layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), activation())]
     module, x, target = nn.Sequential(*layers), torch.randn(512, 256), torch.randn(512, 256)
 
@@ -116,7 +116,7 @@ def test_figures_of_the_docs(activation):
 
 
 @pytest.mark.slow
-def test_peaks_of_the_docs():
+def test_stores_lower_the_peak():
     module = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.GELU())])
     x, peaks = torch.randn(1024, 512), []
     print("\n8 x Linear(512, 512)+GELU, 1024 tokens, float32: peak of both passes above the start, gradients in it")

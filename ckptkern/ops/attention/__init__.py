@@ -1,1 +1,1 @@
-"""Attention, and the attention sublayer."""
+"""Core attention, and the sublayers around it."""

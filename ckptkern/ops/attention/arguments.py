@@ -1,4 +1,4 @@
-"""The arguments of attention_block, checked one by one in their order, as the tensors and options of an attention sublayer."""
+"""Checks the arguments of attention_block and latent_attention_block, and turns them into a sublayer's tensors and options."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from .core import check_sinks, check_whole_sequence, fused_core
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
 
-def one_or_three(op: str, name: str, given) -> tuple:
-    """(packed,) or (q, k, v)."""
-    if isinstance(given, Tensor):
-        return (given,)
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{op}: {name} must be one Tensor or three (q, k, v), not {type(given).__name__}")
-    return tuple(given)
+def one_or_three(op: str, name: str, value) -> tuple:
+    """Returns (packed,) or (q, k, v)."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{op}: {name} must be one Tensor or three (q, k, v), not {type(value).__name__}")
+    return tuple(value)
 
 
 QKV_LAYOUTS = ("qkv", "heads")
 
 
 def check_key_value(op: str, x: Tensor, key_value: Tensor, **self_attention_only) -> None:
-    """self_attention_only: arguments that have no meaning for rows of two kinds, by name."""
+    """Checks key_value. self_attention_only: arguments by name that cross-attention excludes."""
     check_tensor(op, "key_value", key_value, x)
     if key_value.dim() != x.dim() or key_value.shape[:-2] != x.shape[:-2]:
         raise ShapeError(
@@ -72,7 +72,7 @@ def check_projections(
     H_kv: int,
     gate_in_query: bool,
 ) -> tuple[tuple, tuple, int]:
-    """(weights, biases, head dim): one packed projection, or those of q, k and v."""
+    """Returns (weights, biases, head dim), of one packed projection or of q, k and v."""
     weights = one_or_three(op, "qkv_weight", qkv_weight)
     biases = (None,) * len(weights) if qkv_bias is None else one_or_three(op, "qkv_bias", qkv_bias)
     if len(weights) not in (1, 3) or len(biases) != len(weights):
@@ -93,7 +93,7 @@ def check_projections(
         of_x = key_value is None or name in ("qkv_weight", "q_weight")
         check_weight(op, name, w, b, x, x.shape[-1] if of_x else features, "input" if of_x else "key_value")
     rows, heads = weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else 2 * H if gate_in_query else H
-    D = rows // heads  # divmod takes no symbolic numbers
+    D = rows // heads  # divmod fails for symbolic numbers
     if rows % heads or any(w.shape[0] != H_kv * D for w in weights[1:]):
         raise ShapeError(
             f"{op}: q, k, v weights with {[w.shape[0] for w in weights]} rows do not fit {H} query and {H_kv} key and "
@@ -116,12 +116,12 @@ def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, i
 
 
 def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
-    """The weights of q and k, and their biases."""
+    """Returns the norms' parameters: (weight of q, weight of k, bias of q, bias of k)."""
     if not isinstance(qk_norm, (tuple, list)) or len(qk_norm) != 2:
         raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
     if any(weight is None for weight in qk_norm):
-        raise ValueError(f"{op}: qk_norm must be a pair of weights")
-    pairs = [one if isinstance(one, (tuple, list)) and len(one) == 2 else (one, None) for one in qk_norm]
+        raise ValueError(f"{op}: qk_norm must be a pair of weights, but one of them is None")
+    pairs = [norm if isinstance(norm, (tuple, list)) and len(norm) == 2 else (norm, None) for norm in qk_norm]
     for name, heads, (weight, bias) in zip("qk", (H, H_kv), pairs, strict=True):
         check_tensor(op, f"{name}'s norm weight", weight, x)
         if weight.shape not in ((D,), (heads, D), (heads * D,)):
@@ -141,7 +141,7 @@ def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tup
 
 
 def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """(left, right), None for no bound."""
+    """Returns (left, right), None for no bound."""
     if window_size is None:
         return None, None
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
@@ -152,12 +152,12 @@ def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | No
 
 
 def left_bound(left: int | None, rows: int) -> int | None:
-    """The left bound of a window; None if it hides nothing from so many rows, for which no window is looked up."""
+    """Returns the left bound of a window, or None if it hides nothing in so many rows, so that kernels skip it."""
     return None if left is not None and surely(left >= rows - 1) else left
 
 
 def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:
-    """If attn_mask is torch's CausalBias, the n such that row i sees the columns up to i + n; else None.
+    """Returns n such that row i sees the columns up to i + n if attn_mask is torch's CausalBias, else None.
 
     A CausalBias has uninitialised memory. As in torch, an upper-left or square one fits all lengths.
     """
@@ -177,12 +177,12 @@ def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | No
 
 
 def within(right: int | None, diagonal: int | None) -> int | None:
-    """The tighter of two right bounds; None is no bound."""
+    """Returns the tighter of two right bounds; None is no bound."""
     return diagonal if right is None else right if diagonal is None else min(right, diagonal)
 
 
 def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
-    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
+    """Returns attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
     check_tensor(op, "attn_mask", attn_mask, q, floating=False)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
@@ -196,7 +196,7 @@ def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
 
 
 def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tensor:
-    """alibi_slopes as float32 [B or 1, H]."""
+    """Returns alibi_slopes as float32 [B or 1, H]."""
     check_tensor(op, "alibi_slopes", alibi_slopes, x)
     if alibi_slopes.shape not in ((H,), (1, H), (B, H)):
         raise ShapeError(
@@ -206,16 +206,16 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
 
 
 def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, Tensor | None, int | None]:
-    """(mask, second mask, the diagonal that one of them stands for), for q [B, H, S, 0]."""
+    """Returns (mask, second mask, the diagonal of a CausalBias), for q [B, H, S, 0]."""
     pair = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
     if len(pair) > 2:
         raise TypeError(f"{op}: attn_mask must be one mask or a pair of them, not {len(pair)}")
     masks, diagonal = [], None
-    for one in pair:
-        bound = diagonal_of(op, one, q.shape[2], Sk)
+    for mask in pair:
+        bound = diagonal_of(op, mask, q.shape[2], Sk)
         diagonal = within(diagonal, bound)
-        if one is not None and bound is None:
-            masks.append(as_mask(op, one, q, Sk))
+        if mask is not None and bound is None:
+            masks.append(as_mask(op, mask, q, Sk))
     return *(*masks, None, None)[:2], diagonal
 
 
@@ -227,7 +227,7 @@ def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
 def check_hidden(
     op: str, x: Tensor, H: int, S_k: int, attn_mask, key_padding_mask, window_size, is_causal: bool
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
-    """(mask, padding or a second mask, left and right bound): what hides columns from H heads of x."""
+    """Returns (mask, padding or a second mask, left bound, right bound) for H heads of x."""
     B, S = batch_and_rows(x)
     mask = second = diagonal = padding = None
     if key_padding_mask is not None:
@@ -258,8 +258,8 @@ def check_hidden(
 def check_rotary(
     op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """(cos, sin, theta) of attention_block's `rotary`: two tables, or a number theta. own: the rows of this rank, of
-    which the tables may be, too."""
+    """Returns (cos, sin, theta) of `rotary`: tables and 0, or (None, None, theta). own: the number of this rank's rows,
+    which tables may have instead of all rows."""
     if is_number(rotary):
         check_positive(op, "rotary", rotary)
         if D % 2:
@@ -281,14 +281,14 @@ def check_rotary(
             f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient is formed for rotary")
+        raise ValueError(f"{op}: no gradient is formed for rotary; detach its tables")
     return cos, sin, 0.0
 
 
 def check_scores(
     op, x, shapes, *, recompute, dropout_p, scale, rotary_interleaved, is_causal, mask_is_exclusion, **others
 ) -> None:
-    """Checks what both kinds of attention take and what needs no other argument. shapes: those of x, in words."""
+    """Checks arguments of both kinds of attention that need no other argument. shapes: the shapes of x, for the message."""
     check_choice(op, "recompute", recompute, MODES)
     check_probability(op, dropout_p)
     check_flags(op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion)
@@ -326,16 +326,17 @@ def around_core(
     dropout_p,
     **others,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks the arguments of core attention and of what is around it, which both kinds of attention take; returns them as
-    fields of their tensors and options.
+    """Checks the arguments of core attention and of what is around it, for both kinds of attention; returns them as fields
+    of their tensors and options.
 
-    H, H_kv, D: heads of q and of k, and the head dim, of which qk dimensions are of q and k (default: all) and rope may be
-    rotated; slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
+    H, H_kv, D: heads of q and k, and the head dim; qk: dimensions of q and k (default: D); rope: dimensions that may be
+    rotated (default: D). slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: see
+    `around`.
     """
     softcap = 0.0 if softcap is None else check_softcap(op, softcap)
     tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
     context = ACTIVE.context
-    seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # of all ranks
+    seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # seen: with the rows of all ranks
     B, S = batch_and_rows(seen)
     S_k, qk, rope = (
         S if key_value is None else key_value.shape[-2],
@@ -415,7 +416,7 @@ def gather(
     lora,
     **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:
-    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
+    """Checks all arguments of attention_block; returns the sublayer's tensors, without random states, and its options."""
     check_whole_sequence(op, takes_parts=True)
     check_scores(op, x, "[B, S, d], [S, d], or [tokens, d] with cu_seqlens", **others)
     check_flags(op, gate_in_query=gate_in_query)

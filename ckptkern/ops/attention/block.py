@@ -1,5 +1,5 @@
-"""attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around them, as one region."""
+"""Defines attention_block: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection, and
+what is around them, as one region."""
 
 from __future__ import annotations
 
@@ -78,52 +78,37 @@ def attention_block(
     recompute: str = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Self-attention or cross-attention with everything around it, as one region.
+    """Computes a self-attention or cross-attention sublayer as one region.
 
-        h = norm(x) * (1 + norm_scale) + norm_shift;  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k))
-        o = attention(q, k, v);  z = drop_path(layer_scale * post_norm(dropout(o sigmoid(g) Wo^T + bo))), or o without a gate
-        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
+        q, k, v = h Wqkv^T + b;  o = attention(rotary(qk_norm(q)), rotary(qk_norm(k)), v);  f = [sigmoid(g) *] o Wo^T + bo
+        h and y as in mlp_block
 
-    x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
+    x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y [..., e].
     qkv_weight: one tensor [(H + 2 H_kv) D, d], or three (q, k, v); biases alike. out_weight [e, H D].
-    key_value [B, S_k, d_k] ([S_k, d_k]): cross-attention, whose k, v = key_value Wkv^T + b, without the norm of x (a decoder
-    layer's memory: BART, T5, Whisper, nn.TransformerDecoderLayer). Its masks are [B, H, S, S_k] and [B, S_k]; it takes neither
-    rotary, nor cu_seqlens, nor qkv_layout="heads", and k and v have weights of their own if d_k is not d. qkv_layout, of one
-    tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which is for each head of
-    k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
-    norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. norm_scale, norm_shift [B, d] or [B, 1, d]: a
-    vector for each sample (adaLN: DiT, SD3, Flux) of a norm before the branch, saved for backward as it is, its gradient
-    summed over the sample's tokens in float32. post_norm as norm, of what the branch gives (Gemma 2, OLMo 2, Swin v2).
-    layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2), or one for each sample, [B, e] or [B, 1, e]
-    (the gate of adaLN). Backward recomputes what the branch gives for a norm behind it and for trained vectors: by one
-    matmul from o. qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row
-    for each head (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or
-    "layer". rotary: a pair (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number,
-    theta. The first R <= D dimensions of every q and k are rotated in pairs, for i < R/2; the others stay: elements i and i
-    + R/2, or with rotary_interleaved (GPT-J) 2i and 2i + 1. A pair's angle stands in both of its columns of the tables.
-    ckptkern.nn.rotary_tables makes tables of either kind. Tables that are given are saved for backward, so layers should
-    share one pair. A theta stands for rotary_tables(positions, D, theta), with positions 0, 1, ... that start again in each
-    packed sequence; these tables are not saved but recomputed in backward. attn_mask: bool (True = keep; with
-    mask_is_exclusion True = masked out, as in nn.MultiheadAttention) or additive, broadcastable to [B, H, S, S], or torch's
-    CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or additive. An additive
-    attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not. A pair of attn_masks
-    both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained. The masks are saved
-    for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap, sinks [H]: as in
-    scaled_dot_product_attention. g, the output gate (arXiv 2505.06708): h Wg^T + bg of gate_weight [H D, d], or [H, d] for
-    one value a head, and gate_bias; or with gate_in_query a part of q's projection, whose weight, the first of three, has
-    rows [H, 2, D], q's and the gate's of each head (Qwen3-Next). What the branch gives is recomputed of g, too. cu_seqlens:
-    int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for tokens in no
-    sequence and for those beyond max_seqlen, and does not see them. dropout_p of the attention weights, resid_dropout_p of
-    the branch, drop_path_p of whole samples of the branch (stochastic depth; x [S, d] and [tokens, d] is one sample):
-    replayed from 16 bytes each. lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and
-    "out". What passes through them is recomputed in backward, and a frozen weight gets no gradient.
-    recompute: what is saved for backward besides parameters (x itself, not a copy):
+    qkv_layout: "qkv": rows of q, of k, of v. "heads": [H_kv, H / H_kv + 2, D], rows of q, k and v for each head of k
+    (GPT-NeoX, Falcon).
+    key_value: [B, S_k, d_k], the source of k and v in cross-attention; excludes rotary, cu_seqlens and "heads".
+    qk_norm: weights, or pairs (weight, bias), of q and k: [D]; a row for each head (Cohere); or over all heads, [H D] and
+    [H_kv D] (OLMo 2).
+    rotary: tables (cos, sin) [S, R] or [B, S, R], R <= D (ckptkern.nn.rotary_tables), which layers should share, or a
+    number theta, whose tables are recomputed. Rotates dimensions i, i + R/2, or with rotary_interleaved 2i, 2i + 1.
+    attn_mask: bool (True = keep, unless mask_is_exclusion) or additive, broadcastable to [B, H, S, S_k]; a CausalBias; or a
+    pair of masks. An additive mask, in a pair the first, may be trained.
+    key_padding_mask: bool [B, S_k] (True = masked out) or additive.
+    is_causal, window_size, alibi_slopes, scale, softcap, sinks: see scaled_dot_product_attention; slopes are not trained.
+    cu_seqlens, max_seqlen: bounds of packed sequences, int32 [N + 1], and the longest length. For tokens outside o is zero.
+    gate_weight: [H D, d], or [H, d] for one value per head: the gate g = h Wg^T + bg (arXiv 2505.06708). With gate_in_query
+    q's weight has the gate's rows too, [H, 2, D] (Qwen3-Next).
+    lora: a LoRA for each of "q", "k", "v" (or "qkv"), "out".
 
-        "none"       x, q, k, v, g, o, lse
-        "selective"  x, o, lse: the core is not run again, o as it is before a gate
-        "full"       x: as many matmuls as torch.utils.checkpoint
+    Norms, layer_scale, dropouts, residual: see mlp_block; dropout_p is of attention weights.
 
-    and key_value itself, which the layers of a decoder share. workspace: transient bytes (default: by x's device). Heads of k,
-    with q's, are computed in the fewest equal groups that fit; a norm of q or k over all heads takes all at once. Raises
-    ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
+    recompute: what is saved besides x, key_value, masks and tables:
+
+        "none"       q, k, v, g, o, lse
+        "selective"  o, lse: core attention is not recomputed
+        "full"       nothing
+
+    workspace: for groups of heads; a qk_norm over all heads needs one group.
+    Raises: see Conventions.
     """

@@ -1,15 +1,13 @@
-"""Attention over a sequence whose rows lie on several ranks (context parallelism): how heads come together, and what the core
-is of this rank's rows.
+"""Computes attention over a sequence whose rows are split over ranks (context parallelism).
 
     exchange   core                                 travels in forward      saved by a rank
     "gather"   its rows of q, all of k and v        k and v                 its rows of o and lse
     "heads"    all rows of its part of the heads    q, k and v; then o      its rows of o, its heads' lse
 
-Saved for backward is what a whole sequence's attention saves, of this rank; what travels in forward travels again in backward,
-and the gradients travel back. "gather" is the all-gather of k and v of Llama 3 (arXiv 2407.21783, 3.3.2), "heads" the
-all-to-all of DeepSpeed Ulysses (arXiv 2309.14509). Rows are in the sequence's order, or zigzag: of 2 n
-chunks a rank has r and 2 n - 1 - r, so that causal attention is as much work on each.
-"""
+A rank saves for its rows what a whole sequence's attention saves. Backward repeats forward's collectives, and sends the
+gradients back. "gather" is the all-gather of k and v of Llama 3 (arXiv 2407.21783, 3.3.2), "heads" the all-to-all of
+DeepSpeed Ulysses (arXiv 2309.14509). Rows are in the sequence's order, or zigzag: a rank has chunks r and 2 n - 1 - r of 2
+n, which balances causal attention."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _c10d = torch.ops._c10d_functional
 
 
 class Rows(NamedTuple):
-    """Neighbouring rows: [start, stop) of a rank's are those from `first` on of the sequence's."""
+    """Neighbouring rows: [start, stop) among a rank's rows, which begin at `first` in the sequence."""
 
     start: int
     stop: int
@@ -42,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class Context(NamedTuple):
-    """This rank's place in a context-parallel group. group: its name, as torch's functional collectives take it."""
+    """This rank's place in a context-parallel group. group: its name for torch's functional collectives."""
 
     group: str
     rank: int
@@ -53,28 +51,29 @@ class Context(NamedTuple):
     # -- rows
 
     def whole(self, x: Tensor) -> Tensor:
-        """A tensor of the shape, dtype and device of x [..., S, d] with the rows of all ranks, for checks."""
+        """Returns a tensor without memory, with the rows of all ranks and the dtype and device of x [..., S, d], for
+        checks."""
         return x.new_empty(()).expand(*x.shape[:-2], self.size * x.shape[-2], x.shape[-1])
 
     @property
     def chunks(self) -> int:
-        """Returns how many chunks the sequence has, of which a rank has one, or two."""
+        """Returns the number of chunks of the sequence; a rank has one, or in zigzag order two."""
         return 2 * self.size if self.zigzag else self.size
 
     def rows(self, S: int) -> list[Rows]:
-        """Returns where the S rows of this rank are in the sequence."""
+        """Returns the places in the sequence of this rank's S rows."""
         if not self.zigzag:
             return [Rows(0, S, self.rank * S)]
         half = S // 2
         return [Rows(0, half, self.rank * half), Rows(half, S, (2 * self.size - 1 - self.rank) * half)]
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's rows of x, which has those of all ranks along dim."""
+        """Returns this rank's rows, along dim, of x with the rows of all ranks."""
         parts = [x.narrow(dim, rows.first, rows.stop - rows.start) for rows in self.rows(x.shape[dim] // self.size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def joined(self, parts: Tensor) -> Tensor:
-        """[n, B, S, ...] of the ranks -> [B, n S, ...] in the sequence's order."""
+        """Joins the ranks' [n, B, S, ...] to [B, n S, ...] in the sequence's order."""
         if not self.zigzag:
             return parts.movedim(0, 1).flatten(1, 2)
         n, B, S, *others = parts.shape
@@ -84,40 +83,40 @@ class Context(NamedTuple):
         return whole.flatten(1, 2)
 
     def parted(self, x: Tensor) -> Tensor:
-        """The opposite of `joined`."""
+        """Splits [B, n S, ...] into the ranks' [n, B, S, ...]."""
         parts = x.unflatten(1, (self.chunks, -1)).movedim(1, 0)
         if not self.zigzag:
             return parts
         _, B, rows, *others = parts.shape
-        made = parts.new_empty((self.size, B, 2, rows, *others))
-        made[:, :, 0].copy_(parts[: self.size])
-        made[:, :, 1].copy_(parts[self.size :].flip(0))
-        return made.flatten(2, 3)
+        whole = parts.new_empty((self.size, B, 2, rows, *others))
+        whole[:, :, 0].copy_(parts[: self.size])
+        whole[:, :, 1].copy_(parts[self.size :].flip(0))
+        return whole.flatten(2, 3)
 
     def stream(self, rng: Tensor) -> Tensor:
-        """A random state of this rank alone, of one that all drew alike: for masks of its rows."""
+        """Returns this rank's own random state, derived from a state that is equal on all ranks, for masks of its rows."""
         return rng if self.rank == 0 else rng ^ (self.rank * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
 
-    # -- collectives, of which each returns a tensor that wait_tensor makes ready
+    # -- collectives; each returns a tensor to pass to wait_tensor
 
     def gathering(self, x: Tensor) -> Tensor:
-        """[...] of this rank -> [n ...] of all, along the first dimension."""
+        """Starts the all-gather of [m, ...] to [n m, ...]."""
         return _c10d.all_gather_into_tensor(x.contiguous(), self.size, self.group)
 
     def exchanging(self, x: Tensor) -> Tensor:
-        """[n, ...] -> [n, ...]: part r goes to rank r, whose part for this rank takes its place."""
+        """Starts the all-to-all of [n, ...]: part r goes to rank r, and rank r's part takes its place."""
         ones = [1] * self.size
         return _c10d.all_to_all_single(x.contiguous(), ones, ones, self.group)
 
     # -- heads
 
     def spread(self, queries: Callable[[], Tensor], k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
-        """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started. queries: gives q,
-        which is formed while k and v are on their way."""
+        """Starts the collective for k and v [B, heads, S, D] of this rank's rows and returns the heads that attend.
+        queries: computes q while the collective runs."""
         return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, queries, k, v)
 
     def core_of_rows(self, core: eager.AttentionCore) -> eager.AttentionCore:
-        """`core` for what is formed row by row, such as delta."""
+        """Returns `core` for quantities of single rows, such as delta."""
         return core._replace(cu_q=None, cu_k=None)
 
 
@@ -135,7 +134,8 @@ def check_context(
     alibi_slopes: Tensor | None,
     attn_mask: Tensor | None,
 ) -> str | None:
-    """Why this call runs in PyTorch ops, if it does. Raises ValueError for what a split sequence does not cover."""
+    """Returns why this call runs in PyTorch ops, or None. Raises ValueError and ShapeError for what a split sequence does
+    not cover."""
     S = x.shape[-2]
     if key_value is not None:
         raise ValueError(
@@ -153,19 +153,19 @@ def check_context(
         return None
     if cu_seqlens is not None:
         if drops or alibi_slopes is not None:
-            given = "dropout_p" if drops else "alibi_slopes"
-            raise ValueError(f"{op}: {given} with cu_seqlens on several ranks needs exchange='heads'")
+            name = "dropout_p" if drops else "alibi_slopes"
+            raise ValueError(f"{op}: {name} with cu_seqlens on several ranks needs exchange='heads'")
         if right != 0 and (left, right) != (None, None):
             raise ValueError(
                 f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
             )
     if drops and (S // 2 if context.zigzag else S) % 16:
-        return f"the kernels draw masks of multiples of 16 rows, not of {S} rows of a rank"
+        return f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {S}"
     return None
 
 
 def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """Raises a ValueError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+    """Raises ValueError on a CPU; on a GPU, a device-side assertion, for which the host does not wait."""
     message = f"{op}: on several ranks max_seqlen={max_seqlen} must not be below the longest sequence; leave it out"
     fits = (cu_seqlens.diff() <= max_seqlen).all()
     if not fits.is_cpu or torch.compiler.is_compiling():
@@ -175,7 +175,7 @@ def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
 
 
 class SpreadHeads:
-    """What comes from other ranks: `pending` until it is first read."""
+    """Heads that come from other ranks. pending: the running collective's result, until it is first read."""
 
     pending: Tensor | None
 
@@ -184,13 +184,13 @@ class SpreadHeads:
         return parts
 
     def close(self) -> None:
-        """Waits for what nothing has read: no gradient that needs it was asked for."""
+        """Waits for a result that nothing has read, because no requested gradient needs it."""
         if self.pending is not None:
             self.arrived()
 
 
 class GatheredHeads(SpreadHeads):
-    """This rank's rows of q, and k and v of all rows."""
+    """This rank's rows of q, and all rows of k and v."""
 
     def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
         self.context, self.kv_shape = context, k.shape
@@ -199,17 +199,17 @@ class GatheredHeads(SpreadHeads):
 
     @functools.cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """[B, H_kv, n S, D]"""
+        """Returns k and v [B, H_kv, n S, D]."""
         (B, H_kv, S, D), size = self.kv_shape, self.context.size
         k, v = self.context.joined(self.arrived().view(size, B, S, 2 * H_kv, D)).transpose(1, 2).chunk(2, 1)
         return k, v
 
     def parts(self, core: eager.AttentionCore) -> Iterator[tuple[Rows, int, eager.AttentionCore]]:
-        """(rows of q, how many columns they may see, their core) of neighbouring rows."""
+        """Yields (rows of q, the number of columns that they may see, their core) for neighbouring rows."""
         S, whole = self.q.shape[2], self.q.shape[2] * self.context.size
         for rows in self.context.rows(S):
             right = core.window[1]
-            if core.cu_q is not None:  # the last row that a sequence has here sees the last column: its own
+            if core.cu_q is not None:  # a sequence's last row on this rank sees the last column, its own
                 ends = rows.end if right is not None else whole
                 cu_q = (core.cu_q - rows.first).clamp(0, rows.stop - rows.start)
                 yield rows, whole, core._replace(cu_q=cu_q, cu_k=core.cu_k.clamp(max=ends), max_q=min(core.max_q, S))
@@ -222,22 +222,22 @@ class GatheredHeads(SpreadHeads):
             yield rows, columns, core._replace(mask=mask, row_base=rows.first, max_q=whole)
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
-        """`core.attend` of this rank's rows."""
-        (k, v), made = self.kv, []
+        """Returns (o, lse, delta) of this rank's rows, as `core.attend` does."""
+        (k, v), results = self.kv, []
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
             of_do = None if do is None else do[:, :, at]
-            made.append(attend(p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], own, of_do))
-        if len(made) == 1:
-            return made[0]
+            results.append(attend(p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], own, of_do))
+        if len(results) == 1:
+            return results[0]
         o = eager.empty_heads(self.q)
-        for rows, (part, *_) in zip(self.context.rows(self.q.shape[2]), made, strict=True):
+        for rows, (part, *_) in zip(self.context.rows(self.q.shape[2]), results, strict=True):
             o[:, :, rows.start : rows.stop].copy_(part)
-        _, lse, delta = zip(*made, strict=True)
+        _, lse, delta = zip(*results, strict=True)
         return o, torch.cat(lse, 2), None if delta[0] is None else torch.cat(delta, 2)
 
     def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
-        """(dq, dk, dv, dsinks) of this rank's rows, dq in the first of `out`, if that is a tensor. dk and dv are summed over
+        """Returns (dq, dk, dv, dsinks) of this rank's rows, dq in out[0] if that is a tensor. dk and dv are summed over
         rows and ranks in float32."""
         dsinks = sums = None
         if need_dsinks:
@@ -253,11 +253,11 @@ class GatheredHeads(SpreadHeads):
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
             outs = [None] * 2 if sums is None else sums.transpose(1, 2)[:, :, :columns].chunk(2, 1)
-            later = rows.start > 0  # what other rows have given stays
+            later = rows.start > 0  # earlier rows have written their sums already
             places = [None if dq is None else dq[:, :, at], *outs]
             if later and need_dkv:
-                places[1:] = [torch.empty_like(one) for one in outs]
-            made = attention_grads(
+                places[1:] = [torch.empty_like(total) for total in outs]
+            results = attention_grads(
                 p,
                 self.q[:, :, at],
                 k[:, :, :columns],
@@ -271,7 +271,7 @@ class GatheredHeads(SpreadHeads):
                 need_dkv=need_dkv,
                 out=places,
             )[:3]
-            for place, part in zip(places, made, strict=True):
+            for place, part in zip(places, results, strict=True):
                 if place is not None and part is not place:
                     place.copy_(part)
             for total, part in zip(outs, places[1:], strict=True):
@@ -279,45 +279,43 @@ class GatheredHeads(SpreadHeads):
                     total.add_(part)
         if sums is None:
             return dq, None, None, dsinks
-        sent = (
-            self.context.parted(sums).flatten(0, 1).contiguous()
-        )  # [n ...] -> the sum over ranks of the part for this one
+        sent = self.context.parted(sums).flatten(0, 1).contiguous()  # [n ...] -> this rank's part, summed over ranks
         parts = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", size, self.context.group))
         dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
         return dq, dk, dv, dsinks
 
 
 class ExchangedHeads(SpreadHeads):
-    """All rows of this rank's part of the heads."""
+    """This rank's part of the heads, with all rows of q, k and v."""
 
     def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
         q = queries()
-        self.context, self.counts = context, [one.shape[1] // context.size for one in (q, k, v)]
+        self.context, self.counts = context, [heads.shape[1] // context.size for heads in (q, k, v)]
         self.out: Tensor | None = None
         self.pending = self.sent(q, k, v)
 
     def sent(self, *rows: Tensor) -> Tensor:
-        """Starts the way of [B, heads, S, D] to the ranks of their heads."""
-        parts = [one.unflatten(1, (self.context.size, -1)) for one in rows]
+        """Starts sending tensors [B, heads, S, D] to the ranks of their heads."""
+        parts = [heads.unflatten(1, (self.context.size, -1)) for heads in rows]
         return self.context.exchanging(torch.cat(parts, 2).movedim(1, 0).transpose(2, 3))
 
     def whole(self, parts: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-        """[B, heads of this rank, n S, D] of each that was sent."""
+        """Returns [B, heads of this rank, n S, D] of each tensor that was sent."""
         return self.context.joined(parts).transpose(1, 2).split(counts, 1)
 
     def back(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """The opposite: [B, heads, S, D] of this rank's rows, of each."""
+        """Returns tensors [B, heads, S, D] of this rank's rows from [B, heads of this rank, n S, D]."""
         parts = self.context.parted(torch.cat(heads, 1).transpose(1, 2))
         parts = _c10d.wait_tensor(self.context.exchanging(parts))  # [n, B, S, heads, D]
-        made = parts.split([one.shape[1] for one in heads], 3)
-        return tuple(one.movedim(0, 2).flatten(2, 3).transpose(1, 2) for one in made)
+        arrived = parts.split([tensor.shape[1] for tensor in heads], 3)
+        return tuple(part.movedim(0, 2).flatten(2, 3).transpose(1, 2) for part in arrived)
 
     @functools.cached_property
     def qkv(self) -> tuple[Tensor, ...]:
         return self.whole(self.arrived(), self.counts)
 
     def core(self, core: eager.AttentionCore) -> eager.AttentionCore:
-        """`core` of this rank's heads."""
+        """Returns `core` of this rank's heads."""
         rank, size, count = self.context.rank, self.context.size, self.counts[0]
 
         def own(tensor: Tensor | None) -> Tensor | None:
@@ -332,24 +330,24 @@ class ExchangedHeads(SpreadHeads):
         )
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
-        """(this rank's rows of o, its heads' lse, None)"""
+        """Returns (o of this rank's rows, lse of its heads, None)."""
         self.out, lse, _ = attend(p, *self.qkv, self.core(core))
         (o,) = self.back(self.out)
         return eager.as_heads(o), lse, None
 
     def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
-        """(dq, dk, dv) of this rank's rows, and dsinks of all heads, zeros where they are another rank's."""
+        """Returns (dq, dk, dv, dsinks): of this rank's rows, and of all heads, with zeros for other ranks' heads."""
         if not (need_dq or need_dkv or need_dsinks):
             self.close()
             return (None,) * 4
         needs = dict(need_dq=need_dq, need_dkv=need_dkv, need_dsinks=need_dsinks)
-        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is here if it has just been recomputed
+        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is at hand if just recomputed
         arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
         do, o = arrived if self.out is None else (*arrived, self.out)
-        *made, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
-        rows = iter(self.back(*(one for one in made if one is not None))) if need_dq or need_dkv else iter(())
+        *grads, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
+        rows = iter(self.back(*(grad for grad in grads if grad is not None))) if need_dq or need_dkv else iter(())
         dsinks = None
         if part is not None:
             dsinks = part.new_zeros(self.context.size * part.shape[0])
             dsinks[self.context.rank * part.shape[0] :][: part.shape[0]].copy_(part)
-        return *(None if one is None else next(rows) for one in made), dsinks
+        return *(None if grad is None else next(rows) for grad in grads), dsinks

@@ -1,4 +1,4 @@
-"""The core of attention: softmax(scale q k^T + mask) v, forward and backward, and whose kernel it is."""
+"""Core attention, softmax(scale q k^T + mask) v, forward and backward, and the choice of its kernel."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..sublayer.dropout import dropout_arguments
 
 
 class CoreTensors(NamedTuple):
-    """What the core reads besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], sinks [H], the
-    dropout state, and where packed sequences begin, int32 [N + 1]."""
+    """Holds the core's inputs besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], sinks [H],
+    the dropout state, and the bounds of packed sequences, int32 [N + 1]."""
 
     mask: Tensor | None = None
     slopes: Tensor | None = None
@@ -36,9 +36,9 @@ class CoreTensors(NamedTuple):
 
 
 class CoreOptions(NamedTuple):
-    """The core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed sequences;
-    fused: torch's own kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, of the dropout mask; workspace:
-    AttentionCore's, bytes for what PyTorch ops write out of scores."""
+    """Holds the core's other arguments. left, right: visible columns, None for no bound; max_q, max_k: the longest packed
+    sequences; fused: the name of torch's kernel, or ""; softcap: 0 for none; first_plane, planes: AttentionCore's, for
+    the dropout mask; workspace: AttentionCore's, bytes of scores in PyTorch ops."""
 
     dropout_p: float
     scale: float
@@ -56,7 +56,7 @@ class CoreOptions(NamedTuple):
 
 
 def core_of(t: CoreTensors, o: Any) -> eager.AttentionCore:
-    """The core as the launchers take it. o: options that CoreOptions has.
+    """Returns the core as launchers take it. o: options with the fields of CoreOptions.
 
     A bool mask is viewed as int8 here, inside the ops, because torch 2.11's inductor cannot compile that view.
     """
@@ -82,38 +82,38 @@ def core_of(t: CoreTensors, o: Any) -> eager.AttentionCore:
 
 
 def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_is_exclusion: bool = False) -> Tensor | None:
-    """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides) or a second
+    """Merges attn_mask, broadcastable to [B, H, S, S], with key_padding_mask [B, S] (True hides) or with a second
     attn_mask.
 
-    It is recomputed in backward. Saved are the masks that were given, which all layers of a model share.
+    Backward merges again: the given masks are saved, because all layers of a model share them.
     """
     pads = padding is not None and padding.dim() < 4
     padding = torch.atleast_2d(padding)[:, None, None] if pads else padding
     seen = added = None
-    for one, hides in ((mask, mask_is_exclusion), (padding, pads or mask_is_exclusion)):
-        if one is None:
+    for tensor, hides in ((mask, mask_is_exclusion), (padding, pads or mask_is_exclusion)):
+        if tensor is None:
             continue
-        if one.is_floating_point():
-            added = one if added is None else added + one
+        if tensor.is_floating_point():
+            added = tensor if added is None else added + tensor
         else:
-            one = ~one if hides else one
-            seen = one if seen is None else seen & one
+            tensor = ~tensor if hides else tensor
+            seen = tensor if seen is None else seen & tensor
     if added is not None:
         return added if seen is None else added.masked_fill(~seen, -math.inf)
     return seen
 
 
-# Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
+# GPUs and head dims for which cuDNN's kernel is first, as in torch 2.11 (check_prefer_cudnn_attention).
 # On H200 our core is second, not flash attention: OWN_BEFORE_FLASH. Causal heads of 128, forward and backward in a GPT and in a
 # Llama layer, ms above cuDNN's (benchmarks/results/h200): 2,048 tokens 0.21 and 0.43 (flash attention 0.44 and 0.44), 8,192
-# tokens 4.5 and 6.0 (7.9 and 7.3). What is not measured takes torch's kernels.
+# tokens 4.5 and 6.0 (7.9 and 7.3). Other cases, which were not measured, take torch's kernels.
 CUDNN_FIRST, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
 OWN_BEFORE_FLASH = {((9, 0), 128)}  # (compute capability, head dim) of cores with a bound: causal and windows
 FLASH_HEAD_DIMS = range(8, 257, 8)
 
 
 class CoreCase(NamedTuple):
-    """What the choice of a kernel depends on. bounded: with a window, causal is one; windowed: and not causal."""
+    """The key by which a kernel is chosen. bounded: has a window, such as causal; windowed: has a window other than causal."""
 
     float32: bool
     D: int
@@ -125,11 +125,12 @@ class CoreCase(NamedTuple):
 
 
 def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]:
-    """Which of torch's own kernels to try, in order; then the backend's.
+    """Returns torch's kernels to try, in order, before the backend's.
 
-    float32 without TF32 has one kernel, memory-efficient attention: ours take tiles of 32 x 32 and FMA there. A mask goes to
-    cuDNN and to it; torch never gives them one together with causal. Windows and packed sequences go to flash attention.
-    Nothing here has dropout: torch's forward takes no seed, so a recompute could not sample forward's mask again.
+    float32 without TF32 has only memory-efficient attention: our kernels take tiles of 32 x 32 and FMA there. Masks go to
+    cuDNN and to memory-efficient attention; torch never gives either a mask together with causal. Windows and packed
+    sequences go to flash attention. Dropout goes to no kernel of torch: its forward takes no seed, so recompute could not
+    sample the same mask.
     """
     plain = not (case.windowed or case.packed or (case.masked and case.bounded))
     if case.float32:
@@ -141,12 +142,12 @@ def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]
 
 @functools.cache
 def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase) -> bool:
-    """Does torch's own rule let `kernel` run such heads on this device, with this build and this cuDNN?"""
-    # In this mode torch gives cuDNN's logsumexp another layout.
+    """Returns whether torch lets `kernel` run such heads on this device, with this build and this cuDNN."""
+    # With this variable torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
-    grouped = case.grouped and kernel != "efficient"  # which is given the heads repeated
-    # Real tensors, not fake ones: torch answers for the device that is current.
+    grouped = case.grouped and kernel != "efficient"  # which gets repeated heads
+    # Real tensors, not fake ones: torch answers for the current device.
     with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
             torch.empty((1, heads, 128, case.D), dtype=dtype, device="cuda", requires_grad=True)
@@ -158,11 +159,13 @@ def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase)
 
 
 def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tuple[str, ...]:
-    """`kernel_order` without what the user disables or torch refuses."""
+    """Returns `kernel_order` without kernels that the user disables or torch refuses."""
     asked = CoreCase(dtype == torch.float32, *case)
     kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
-    names = {"efficient": "mem_efficient"}  # what torch's setting calls it
-    enabled = (one for one in kernels if getattr(torch.backends.cuda, f"{names.get(one, one)}_sdp_enabled")())
+    names = {"efficient": "mem_efficient"}  # its name in torch's settings
+    enabled = (
+        kernel for kernel in kernels if getattr(torch.backends.cuda, f"{names.get(kernel, kernel)}_sdp_enabled")()
+    )
     return tuple(kernel for kernel in enabled if _accepts(kernel, index, dtype, asked))
 
 
@@ -183,30 +186,31 @@ def fused_core(
     masks: Sequence[Tensor | None] = (),
     cu: Tensor | None = None,
 ) -> str:
-    """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
+    """Returns the name of torch's kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's
+    kernel.
 
-    precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
-    slopes, dropout, softcap, not sinks. The backend's kernel runs
+    precision: of float32, `matmul_precision`. masks: merged into the core's mask. cu: of packed sequences. others: slopes,
+    dropout, softcap, but not sinks. The backend's kernel runs
     - if any of the others is not None, or a mask is trained, has several heads or rows of queries, of which torch's kernel
       reads a copy that no workspace counts, or is a float of another dtype, which the backend's kernel adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
     - in float32 unless the precision is known to be "ieee";
     - with a bound, unless Sq = Sk or packed: flash attention aligns bottom-right.
-    cuDNN's does not run without causal's bound if the number of keys is not a multiple of 128: its backward has given NaN for
-    some (pytorch#196678). All save o and lse, so saved sets do not depend on the choice.
+    cuDNN's kernel does not run without causal's bound if the number of keys is not a multiple of 128: its backward has
+    given NaN for some (pytorch#196678). All kernels save o and lse, so the choice does not change what is saved.
     """
     if (
         x.is_meta
         and Bodies.seen
         and not any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *masks))
     ):
-        return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
+        return "cpu"  # counts allocations: only gradients of masks and slopes need scores
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
     Sk, masks = k_shape[2], [m for m in masks if m is not None]
-    head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
+    head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, not torch.compile's symbol
     bounded, packed = left is not None or right is not None, cu is not None
     if (
         not x.is_cuda
@@ -235,8 +239,8 @@ def fused_core(
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
-    """(o, lse, delta) of the core; delta only if `do` is given and the core's backward reads it, not with sinks, which change
-    the o that it is made of. p: the backend's module."""
+    """Returns (o, lse, delta) of the core. p: the backend's module. delta is computed only if `do` is given, the core's
+    backward reads it, and there are no sinks, which change o."""
     p = eager if core.fused else p
     wants_delta = do is not None and not core.fused and not (p is eager and eager.flash_on_cpu(q, k, core))
     o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta and core.sinks is None else None)
@@ -263,11 +267,11 @@ def attention_grads(
     need_dsinks=False,
     out=(None,) * 3,
 ) -> tuple:
-    """(dq, dk, dv, dmask, dslopes, dsinks [H] in float32) from o and lse, by the kernel that ran forward.
+    """Returns (dq, dk, dv, dmask, dslopes, dsinks [H] in float32) from o and lse, by the kernel that ran forward.
 
-    out: tensors that dq, dk, dv are written to; torch's own kernels may make new ones instead. delta: from `attend`, if at
-    hand. dmask_shape: of the mask that trains, None if none does; core.mask is it, or its sum with others. need_dslopes: in
-    PyTorch ops only.
+    out: tensors to write dq, dk, dv into; torch's kernels may return new ones instead. delta: from `attend`, or None.
+    dmask_shape: the trained mask's shape, or None; core.mask is that mask, or its sum with others. need_dslopes: in PyTorch
+    ops only.
     """
     needs, dsinks = dict(need_dq=need_dq, need_dkv=need_dkv), None
     if need_dsinks:
@@ -295,8 +299,8 @@ def check_sinks(op: str, sinks: Tensor, x: Tensor, H: int) -> None:
 
 
 def in_context_parallel() -> bool:
-    """Is torch.distributed's context_parallel on? It splits sequences over ranks, and puts an attention that sees them all in
-    the place of torch.nn.functional.scaled_dot_product_attention alone."""
+    """Returns whether torch.distributed's context_parallel is on. It splits sequences over ranks, and replaces only
+    torch.nn.functional.scaled_dot_product_attention by attention over all ranks."""
     return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed")
 
 
@@ -304,7 +308,8 @@ in_context_parallel._dynamo_marked_constant = True  # as _constant_kernels
 
 
 def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
-    """takes_parts: attends over the ranks of a ckptkern.parallel.ContextParallel."""
+    """Raises NotImplementedError inside torch's context_parallel, and RuntimeError inside ours unless the op `takes_parts`
+    of a sequence."""
     if not takes_parts:
         refuse_context(op)
     if in_context_parallel():

@@ -1,5 +1,5 @@
-"""What a sublayer of attention and one of latent attention do alike around core attention, in forward and backward, and their
-ops. What a backward forms follows from a table of the sublayer's quantities (`Table`, `plan_of`)."""
+"""Computes around core attention what sublayers of attention and of latent attention share, forward and backward, and
+defines their ops. A table of the sublayer's quantities decides what a backward computes (`Table`, `plan_of`)."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
 from .tensors import LAYERS, Division, PositionTensors, batch_and_rows
 
-# Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
-# values that its gradient is formed of, beside the quantity's own gradient and the parameters.
+# Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
+# reads besides the quantity's gradient and the parameters.
 Table = dict[str, dict[str, tuple[str, ...]]]
 Saved = dict[str, Tensor | None]  # by name
 
 
 def linear_operands(rows: str, letter: str) -> dict[str, tuple[str, ...]]:
-    """The operands of a linear layer of `rows`, with its low-rank update. letter: names the layer, as "q" names wq and bq."""
+    """Returns the operands of a linear layer that reads `rows`, and of its low-rank update. letter: names the layer, as "q"
+    names wq and bq."""
     return {rows: (), f"b{letter}": ()} | dict.fromkeys((f"w{letter}", *names_of(letter)), (rows,))
 
 
 def norm_operands(rows: str, norm: str, normed: bool) -> dict[str, tuple[str, ...]]:
-    """The operands of a norm, or of a rotation alone, which reads nothing. norm: names its weight and its bias."""
+    """Returns the operands of a norm and rotation; without a norm their gradients read no value. norm: the name of the
+    weight."""
     return dict.fromkeys((rows, norm, f"{norm}_bias"), (rows,) if normed else ())
 
 
 def input_operands(trailing: bool) -> dict[str, tuple[str, ...]]:
-    """The operands of h, what the branch reads: x is at hand."""
+    """Returns the operands of h, the branch's input; their gradients read only x, which is always saved."""
     return dict.fromkeys(("x",) if trailing else ("x", *OF_NORM), ())
 
 
 def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
-    """The quantities from the core on: o, with the gate g, the branch's result f, what is added to x, the sublayer's output."""
+    """Returns the table from core attention to the output: o, the gated o, the branch's result f, z, which is added to x,
+    and y."""
     heads = "q_heads", "k_heads", "v", "o"
     after = dict.fromkeys(("post_norm_weight", "post_norm_bias", "layer_scale"), ("f",))
     return {
@@ -57,8 +60,8 @@ def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
 
 
 class Plan(NamedTuple):
-    """What a backward does. need: the inputs whose gradients are asked for. formed: these, and the quantities whose gradients
-    lead to them. values: the quantities that it reads, and what those that were not saved are recomputed from."""
+    """The plan of a backward. need: the inputs whose gradients are requested; formed: these and the quantities whose
+    gradients lead to them; values: the quantities to read or to recompute."""
 
     need: frozenset[str]
     formed: frozenset[str]
@@ -67,8 +70,8 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], saved: frozenset[str]) -> Plan:
-    """Follows the table of a sublayer with this layout: forward for gradients, backward for values. saved: quantities that are
-    at hand."""
+    """Follows the table of a sublayer with this layout, forward for gradients and backward for values. saved: the
+    quantities that need no recompute."""
     quantities, formed = table(*layout), set(need)
     for name, operands in quantities.items():
         if not formed.isdisjoint(operands):
@@ -83,11 +86,11 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
 
 
 class Gradients:
-    """Gradients, by name, of parameters whose parts are read one after another: the part of each at its `place` in one tensor,
-    or, where all read the same, a sum in float32, rounded once.
+    """Collects gradients of parameters by name, over groups of heads. Each group writes its part at its `place` of one
+    tensor; where all groups read the same weight, a float32 sum is rounded once.
 
-    t: the parameters, a NamedTuple; parts: how often a sum is added to. A gradient that was added to a main_grad is None.
-    totals: the gradients of what projections read, summed over groups of heads.
+    t: the parameters, a NamedTuple; parts: the number of addends of a sum. A gradient that was added to a main_grad is
+    None. totals: the gradients of the projections' inputs, summed over groups.
     """
 
     plan: Plan
@@ -100,20 +103,20 @@ class Gradients:
         self.totals: dict[str, Tensor] = {}
 
     def whole(self, name: str) -> Tensor:
-        """The tensor in which parts of a gradient are written."""
+        """Returns the tensor that the parts of a gradient are written into."""
         if name not in self.wholes:
             parameter = getattr(self.t, name)
             self.wholes[name] = parameter.new_empty(parameter.shape)
         return self.wholes[name]
 
     def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
-        """What sums the gradient of the weight's part over chunks; `written` when it is complete."""
+        """Returns the sum over chunks for the weight's part at `place`; pass it to `written` when complete."""
         weight = getattr(self.t, name)
         whole = None if place is None or main_grad_of(weight) is not None else functools.partial(self.whole, name)
         return WeightGrad(weight, chunks, place=place, whole=whole)
 
     def written(self, sums: dict[str, WeightGrad]) -> None:
-        """Takes those of the sums that nothing more is added to."""
+        """Stores the results of complete sums."""
         for name, grad in sums.items():
             if name not in self.sums:
                 result, before = grad.result(), self.grads.get(name)
@@ -123,13 +126,13 @@ class Gradients:
                     self.grads[name] = result
 
     def sum_of(self, name: str) -> WeightGrad:
-        """What sums the gradient of a weight that all parts read."""
+        """Returns the sum for a weight that all parts read."""
         if name not in self.sums:
             self.sums[name] = WeightGrad(getattr(self.t, name), self.parts)
         return self.sums[name]
 
     def put(self, name: str, grad: Tensor | None, place: Place | None) -> None:
-        """The gradient of the part at `place`."""
+        """Stores the gradient of the part at `place`, None for the whole."""
         if place is None or grad is None:
             self.grads[name] = grad
         else:
@@ -137,7 +140,7 @@ class Gradients:
             whole[place] = grad
 
     def add(self, name: str, grad: Tensor | None) -> None:
-        """Adds to a sum that is not rounded here."""
+        """Adds to a sum that is rounded later."""
         before = self.grads.get(name)
         self.grads[name] = grad if before is None else before.add_(grad)
 
@@ -146,7 +149,7 @@ class Gradients:
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
+    """Returns (cos, sin): the given tables, tables computed from theta (in forward and again in backward), or (None, None)."""
     context, whole = o.context, S if o.context is None else S * o.context.size
     if o.theta:
         positions = positions_of(whole, t.wo.device, t.cu)
@@ -158,7 +161,7 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
 
 
 def update_of(letter: str, rows: int, t: Any, o: Any) -> LowRank | None:
-    """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
+    """Returns the low-rank update of wq, wk, wv or wo, for `rows` rows of x, or None."""
     return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
@@ -171,15 +174,15 @@ def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
 
 
 class CoreSublayer(Sublayer):
-    """What a sublayer around core attention computes, for one input: every quantity once, from x and what was saved.
+    """Computes a sublayer around core attention for one input: every quantity once, from x and the saved tensors.
 
-    The heads are computed in `groups`, each of which is such a sublayer with the parts of weights, masks and slopes of its
-    heads. Around them, from x to h and from o to the output, is the sublayer of all heads. Subclasses have
+    `groups` yields sublayers of groups of heads, with their parts of weights, masks and slopes. The sublayer of all heads
+    computes what lies around them, from x to h and from o to the output. Subclasses define
 
     table, layout          the quantities (`plan_of`)
-    saved_as               which of them each saved tensor holds
-    division, of_heads     how many groups there are, and along which dimension of a tensor its heads are
-    source, source_values  what projections read, and which quantities it is for
+    saved_as               the quantities in each saved tensor
+    division, of_heads     the number of groups, and the dimension of each tensor along which its heads lie
+    source, source_values  the input of the projections, and the quantities that need it
     projected              q, k, v of all heads, as they are saved
     reference_heads        (h, t, o) -> q, k, v [B, S, heads, D], the gate of o or None, in differentiable PyTorch ops
     heads                  q, k, v as the core reads them
@@ -190,15 +193,15 @@ class CoreSublayer(Sublayer):
     layout: tuple
     saved_as: tuple[tuple[str, tuple[str, ...]], ...]
     source_values: frozenset[str]
-    index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
-    whole: Any = None  # of a group the sublayer of all heads
-    places: Any = MappingProxyType({})  # of a group's parts of tensors in those of all heads, by name
+    index, count = 0, 1  # this group's place and the number of groups; the sublayer of all heads is group 0 of 1
+    whole: Any = None  # the sublayer of all heads, in a group
+    places: Any = MappingProxyType({})  # a group's parts of tensors, by name
     division: Division
-    D: int  # of a head, as the core reads it
-    D_v: int  # as the output projection reads it, at most D
-    rotary_dim: int  # of tables that are made of a theta
-    gate_letter = ""  # of the projection that gives a gate of o, if there is one
-    writes_buffer = False  # do kernels write the gradients of q, k, v where `buffer` says?
+    D: int  # the head dim of core attention
+    D_v: int  # the head dim that the output projection reads, at most D
+    rotary_dim: int  # columns of the tables of a theta
+    gate_letter = ""  # names the projection with o's gate, if there is one
+    writes_buffer = False  # whether kernels write the gradients of q, k, v into `buffer`
 
     def __init__(self, x: Tensor, t: Any, o: Any, **options: bool | None):
         super().__init__(x, t, o, **options)
@@ -215,7 +218,7 @@ class CoreSublayer(Sublayer):
     # -- groups of heads
 
     def groups(self) -> Iterator[Any]:
-        """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
+        """Yields the sublayer itself if it fits the workspace, else the sublayers of its groups of heads."""
         return iter((self,)) if self.division.groups == 1 else map(self.group, range(self.division.groups))
 
     def group(self, index: int) -> Any:
@@ -235,17 +238,17 @@ class CoreSublayer(Sublayer):
         if core.sinks is not None:
             core = core._replace(sinks=part.own(core.sinks))
         if core.slopes is not None:
-            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address as aligned as that of all
+            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address aligned as that of all heads
         part.core = core
         return part
 
     def own(self, heads: Tensor, dim: int = 1) -> Tensor:
-        """This group's part of what has all heads along `dim`."""
+        """Returns this group's part of a tensor with all heads along `dim`."""
         n = heads.shape[dim] // self.count
         return heads if self.count == 1 else heads.narrow(dim, n * self.index, n)
 
     def add_part(self, name: str, grad: Tensor | None, grads: Gradients) -> None:
-        """Adds this group's gradient of a parameter, of which it has a part, or which all groups read."""
+        """Adds this group's gradient of a parameter: its own part, or an addend where all groups read the parameter."""
         if name in self.places:
             grads.put(name, grad, self.places[name])
         else:
@@ -254,38 +257,39 @@ class CoreSublayer(Sublayer):
     # -- forward
 
     def attended(self, heads: Any, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(o, lse, delta) of what `heads` gave."""
+        """Returns (o, lse, delta) of core attention on the result of `heads`."""
         if self.o.context is not None:
             return heads.attend(self.p, self.core, do)
         return attend(self.p, *heads, self.core, do)
 
     def attend(self, save_raw: bool) -> Saved:
-        """out and lse of the core, and the projections: raw and of all heads if `save_raw`."""
+        """Returns the saved tensors by name: out and lse, and the projections, which are raw and of all heads if
+        `save_raw`."""
         source = self.source({})
         saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
-        made: Saved = {}
+        heads: Saved = {}
         for group in self.groups():
-            group.add_core(source, saved, save_raw, made)
-        return made | saved
+            group.add_core(source, saved, save_raw, heads)
+        return heads | saved
 
-    def add_core(self, source: Any, saved: Saved, save_raw: bool, made: Saved) -> None:
-        """Adds this group's out and lse to those of all heads."""
+    def add_core(self, source: Any, saved: Saved, save_raw: bool, heads: Saved) -> None:
+        """Writes this group's out and lse into those of all heads."""
         out, lse, _ = self.attended(self.heads(source, saved, save_raw, backward=False)[0])
-        if self.D_v < self.D:  # [B, H, S, D_v] (memory [B, S, H, D_v], not a view) of the core's [B, H, S, D]
+        if self.D_v < self.D:  # copied: [B, H, S, D_v], in memory [B, S, H, D_v]
             out = out[..., : self.D_v]
             out = eager.empty_heads(out).copy_(out)
         if self.count == 1:
-            made |= {"out": out, "lse": lse}
+            heads |= {"out": out, "lse": lse}
             return
-        if not made:
+        if not heads:
             H = out.shape[1] * self.count
-            made["out"] = eager.empty_heads(out[:, :1].expand(-1, H, -1, -1))
-            made["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * self.count, *lse.shape[2:]))
-        self.own(made["out"]).copy_(out)
-        self.own(made["lse"]).copy_(lse)
+            heads["out"] = eager.empty_heads(out[:, :1].expand(-1, H, -1, -1))
+            heads["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * self.count, *lse.shape[2:]))
+        self.own(heads["out"]).copy_(out)
+        self.own(heads["lse"]).copy_(lse)
 
     def filled(self, heads: Tensor) -> Tensor:
-        """[..., D_v] or [..., D] with zeros up to D."""
+        """Pads [..., D_v] with zeros to [..., D]."""
         missing = self.D - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
@@ -293,10 +297,11 @@ class CoreSublayer(Sublayer):
         """Returns [B, H, S, N] as [tokens, H N], a view if memory is [B, S, H, N]."""
         return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
 
-    updates: dict[str, LowRank] = MappingProxyType({})  # of layers, by letter
+    updates: dict[str, LowRank] = MappingProxyType({})  # by the layer's letter
 
     def branch(self, saved: Saved) -> Tensor:
-        """dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they are at hand."""
+        """Returns dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they were
+        saved."""
         rows = self.out_rows(self.gated_heads(saved) if self.gate_letter else saved["out"])
         f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         if "o" in self.updates:
@@ -315,33 +320,32 @@ class CoreSublayer(Sublayer):
         )
 
     def backward(self, dy: Tensor, saved: Saved, needs: int, f: Tensor | None = None) -> dict[str, Tensor | None]:
-        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is
-        recomputed.
+        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; recomputes what was not saved.
 
-        f: the branch's result, if it is at hand.
+        f: the branch's result, if it has been recomputed.
         """
         plan = self.plan(needed_names(type(self.t), needs), saved, f)
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
         grads.plan = plan
-        dy, made, raw = self.down_to_projections(dy, saved, f, grads)
+        dy, gradients, raw = self.down_to_projections(dy, saved, f, grads)
         dh = self.input_gradient(raw, grads)
-        made |= grads.results()
+        gradients |= grads.results()
         if dh is not None:
-            made |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
-        return self.finished(made, plan.need)
+            gradients |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
+        return self.finished(gradients, plan.need)
 
     def down_to_projections(
         self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
     ) -> tuple[Tensor, dict, Tensor | None]:
-        """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
-        latents as they are saved, if there are any)."""
+        """Adds all gradients of groups of heads. Returns (the gradient of x + z, the gradients of parameters after the
+        branch, the raw latents or None)."""
         need = grads.plan.need
         if f is None and "f" in grads.plan.values:
-            # what a norm after the branch read comes before the gradient that delta is made of
+            # the input of a norm after the branch is needed before the gradient from which delta is computed
             saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
             grads.plan = self.plan(need, saved, f)
-        dy, df, made = self.branch_gradients(dy, f, need)
+        dy, df, after = self.branch_gradients(dy, f, need)
         f = None
         source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
         du = None
@@ -351,16 +355,16 @@ class CoreSublayer(Sublayer):
             of_heads = group.core_gradients(source, df, du, saved, grads)
             if of_heads:
                 group.add_projection_gradients(of_heads, source, grads)
-        return dy, made, getattr(source, "raw", None)
+        return dy, after, getattr(source, "raw", None)
 
     def do_and_o(
         self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
     ) -> tuple[Tensor | None, ...]:
-        """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
+        """Returns (do, o, lse, delta), each None if it is not read, and adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
         if recomputes and type(df) is Late and df.finish is not None:
-            # while df is on its way; delta, which is made of it, comes after it
+            # while df is on its way; delta, which needs df, is computed later
             out, lse, _ = self.attended(heads)
         df = df.arrived() if type(df) is Late else df
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
@@ -374,7 +378,7 @@ class CoreSublayer(Sublayer):
         if recomputes and out is None:
             out, lse, delta = self.attended(heads, do)
         elif not recomputes and out is not None and self.count > 1:
-            # lse at an address as aligned as that of all
+            # cloned so that lse's address is aligned as that of all heads
             out, lse = self.own(out), self.own(lse).clone(memory_format=torch.contiguous_format)
         rows = None
         if "gated" in plan.values:
@@ -385,9 +389,12 @@ class CoreSublayer(Sublayer):
     def core_gradients(
         self, source: Any, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
     ) -> dict[str, Any]:
-        """Recomputes what this group of heads needs, adds the gradients of the output projection, the mask and the sinks, and
-        returns those of q, k, v [B, H, S, D] as the core read them, and of the gate, by what `heads` and `buffer` gave:
-        nothing, if none of them leads to what is needed."""
+        """Recomputes what this group of heads needs and adds the gradients of the output projection, the mask and the
+        sinks.
+
+        Returns the gradients of q, k, v [B, H, S, D] ("heads") and of the gate, with the "raw" and "buffer" of `heads` and
+        `buffer`; an empty dict if none leads to a requested gradient.
+        """
         plan, heads, raw, gate = grads.plan, None, (None, None), None
         if "q_heads" in plan.values:
             heads, raw, gate = self.heads(source, saved, False, backward=True)
@@ -396,36 +403,36 @@ class CoreSublayer(Sublayer):
         do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, grads)
         if do is None:
             return {}
-        made = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
+        results = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
         if "o" not in plan.formed:
-            return made | {"heads": [None] * 3}
+            return results | {"heads": [None] * 3}
         if out.shape[-1] < self.D:
             out = eager.empty_heads(do).copy_(self.filled(out))
-        made["buffer"] = buffer = self.buffer() if self.writes_buffer else None
+        results["buffer"] = buffer = self.buffer() if self.writes_buffer else None
         outs = [None] * 3 if buffer is None else [place.transpose(1, 2) for place in buffer[1]]
         needs = dict(need_dq="q_heads" in plan.formed, need_dkv="k_heads" in plan.formed or "v" in plan.formed)
         options = dict(delta=delta, need_dsinks="sinks" in plan.need, out=outs, **needs)
         if self.o.context is not None:
-            *made["heads"], dsinks = heads.grads(self.p, do, out, lse, self.core, **options)
+            *results["heads"], dsinks = heads.grads(self.p, do, out, lse, self.core, **options)
         else:
             mask_shape = self.t.mask.shape if "mask" in plan.need else None
-            *made["heads"], dmask, _, dsinks = attention_grads(
+            *results["heads"], dmask, _, dsinks = attention_grads(
                 self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, **options
             )
             if dmask is not None:
                 self.add_part("mask", dmask, grads)
         if dsinks is not None:
             self.add_part("sinks", dsinks, grads)
-        return made
+        return results
 
     # -- layers
 
     def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
-        """What sums the needed gradients of a layer's weight, at its place, and low-rank update, over chunks of rows."""
+        """Returns sums over chunks of rows for the needed gradients of a layer's weight, at its place, and low-rank update."""
         need, weight = grads.plan.need, f"w{letter}"
         sums = {weight: grads.of_weight(weight, place, chunks)} if weight in need else {}
         for i, name in enumerate(names_of(letter) if letter in self.updates else ()):
-            if name in need:  # all groups read A, or of the output B; the other one is cut as the weight is
+            if name in need:  # all groups read A (of the output: B); the other matrix is split as the weight is
                 sums[name] = grads.sum_of(name) if (i == 1) == (letter == "o") else grads.of_weight(name, place, chunks)
         return sums
 
@@ -439,8 +446,8 @@ class CoreSublayer(Sublayer):
         rows: Tensor,
         start: int = 0,
     ) -> None:
-        """Adds d^T rows, the gradient of a layer's weight, from the gradient d of its result and the rows, from `start` on,
-        that it reads; and the gradients of its low-rank update."""
+        """Adds d^T rows to the gradient of a layer's weight, and the gradients of its low-rank update. d: the gradient of
+        the layer's result; rows: its input from row `start` on."""
         if (of_weight := sums.get(f"w{letter}")) is not None:
             of_weight.add(d, rows)
         if update is not None and len(sums) > (of_weight is not None):
@@ -449,9 +456,10 @@ class CoreSublayer(Sublayer):
     def add_layer_gradients(
         self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients, du: Tensor | None = None
     ) -> None:
-        """Adds the gradients of a layer's bias, weight and low-rank update, from that of its result and the rows it reads."""
+        """Adds the gradients of a layer's bias, weight and low-rank update, from the gradient d of its result and its input
+        rows."""
         name = f"b{letter}"
-        if name in grads.plan.need and (name in self.places or not self.index):  # bo is all groups'
+        if name in grads.plan.need and (name in self.places or not self.index):  # all groups share bo
             grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), self.places.get(name))
         if sums := self.weight_sums(letter, self.places.get(f"w{letter}"), grads):
             self.add_to_sums(sums, letter, self.updates.get(letter), d, du, rows)
@@ -459,12 +467,13 @@ class CoreSublayer(Sublayer):
 
 
 def saves(o: Any) -> tuple[str, ...]:
-    """What forward saves besides its tensors: of the core, and at "none" what it reads, `o.projected`."""
+    """Returns the names of what forward saves besides its tensors: core attention's results, and at "none" its inputs,
+    `o.projected`."""
     return {"none": ("out", "lse", *o.projected), "selective": ("out", "lse"), "full": ()}[o.recompute]
 
 
 class CoreOp(SublayerOp):
-    """Sublayer: a CoreSublayer."""
+    """The op of a CoreSublayer, `Sublayer`."""
 
     Sublayer: type[CoreSublayer]
     saves = staticmethod(saves)
@@ -481,11 +490,13 @@ class CoreOp(SublayerOp):
 
     @classmethod
     def in_torch_ops(cls, x, t, o):
-        """Raises NotImplementedError for a part of a sequence."""
+        """Computes the sublayer in differentiable PyTorch ops. Raises NotImplementedError for a part of a sequence."""
         if o.context is not None:
-            raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
+            raise NotImplementedError(
+                "attention: second-order gradients are not supported over a context-parallel group"
+            )
         *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
-        out = eager.attention_reference(*(one.transpose(1, 2) for one in heads), sublayer_core(t, o)).transpose(1, 2)
+        out = eager.attention_reference(*(head.transpose(1, 2) for head in heads), sublayer_core(t, o)).transpose(1, 2)
         out = out if gate is None else out * torch.sigmoid(gate)
         out = out.reshape(*x.shape[:-1], t.wo.shape[1])
         f = reference_linear(out, t.wo, t.bo, update_of("o", row_count(x), t, o))
@@ -493,6 +504,6 @@ class CoreOp(SublayerOp):
 
 
 def constants_of(kind: type) -> frozenset[int]:
-    """Returns the places, among an op's inputs with x first, of those without a gradient."""
+    """Returns the indices, among an op's inputs with x first, of inputs that get no gradient."""
     names = {"slopes", "cu", *PositionTensors._fields, *RandomStates._fields} - {"mask"}
     return frozenset(i for i, name in enumerate(("x", *kind._fields)) if name in names)

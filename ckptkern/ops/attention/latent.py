@@ -1,5 +1,5 @@
-"""Defines latent_attention_block: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) and what is around
-it, as one region."""
+"""Defines latent_attention_block: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) and what is
+around it, as one region."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _apply = build(LatentAttentionBlock)
 
 
 def check_latents(op, x, H, *, wqa, bqa, q_a_norm, wq, bq, wkva, bkva, kv_a_norm, wkvb, bkvb, wo, bo) -> LatentSizes:
-    """The sizes of a head and of the latents, from the weights, which LatentTensors calls so."""
+    """Returns the sizes of heads and latents from the weights, which have their names in LatentTensors."""
     features = x.shape[-1]
     for name, weight, bias in (("q_a_weight", wqa, bqa), ("kv_a_weight", wkva, bkva)):
         if weight is not None:
@@ -73,7 +73,7 @@ def gather_latent(
     latent_norm_eps,
     **others,
 ) -> tuple[LatentTensors, LatentOptions]:
-    """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
+    """Checks all arguments of latent_attention_block; returns the sublayer's tensors, without random states, and its
     options."""
     refuse_shard("latent_attention_block has no form for several ranks")
     check_whole_sequence(op)
@@ -150,39 +150,28 @@ def latent_attention_block(
     recompute: str = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and what is around it, as one
-    region.
+    """Computes a sublayer of multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) as one region.
 
-        h = norm(x);  q = q_a_norm(h Wqa^T) Wq^T, or h Wq^T;  [c | r] = h Wkva^T;  [k | v] = kv_a_norm(c) Wkvb^T
-        [q_n | q_r] = q of each head;  q = [q_n | rotary(q_r)];  k = [k of each head | rotary(r) of all]
-        o = attention(q, k, v)
-        z = drop_path(layer_scale * post_norm(dropout(o Wo^T + b)))
-        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
+        q = q_a_norm(h Wqa^T) Wq^T or h Wq^T;  [c | r] = h Wkva^T;  [k | v] = kv_a_norm(c) Wkvb^T
+        o = attention([q_n | rotary(q_r)], [k | rotary(r)], v);  f = o Wo^T + b;  h and y as in mlp_block
 
-    x [B, S, d] or [S, d] -> y of the same leading shape, [..., e]. A head of q and k has D_n + D_r dimensions, of v D_v; c has
-    r features, q's latent r_q. Biases are added to the matmuls of the same name.
+    x [B, S, d] or [S, d] -> y [..., e]. A head of q is [q_n | q_r], of D_n and D_r dimensions; all heads share r.
 
-        q_a_weight [r_q, d], q_a_norm_weight [r_q]      None: q is projected from h
-        q_weight [H (D_n + D_r), r_q or d]              of each head D_n rows, then D_r rows that are rotated
-        kv_a_weight [r + D_r, d], kv_a_norm_weight [r]  r rows of the latent, then D_r of the part of k that all heads share
-        kv_b_weight [H (D_n + D_v), r]                  of each head D_n rows of k, then D_v of v
-        out_weight [e, H D_v]
+        q_a_weight [r_q, d] or None, q_weight [H (D_n + D_r), r_q or d], kv_a_weight [r + D_r, d]
+        kv_b_weight [H (D_n + D_v), r], rows of k, then of v, for each head; out_weight [e, H D_v]
 
-    D_n, D_r, D_v and the ranks follow from these shapes. q_a_norm_weight, kv_a_norm_weight: of RMS norms of the latents, with
-    latent_norm_eps; None: no norm. rotary: a pair (cos, sin) [S, R], [1, S, R] or [B, S, R] with R <= D_r even, or a number,
-    theta, and rotary_interleaved as in attention_block, with its tables of D_r columns; DeepSeek's models take pairs of
-    neighbours, interleaved. scale: default (D_n + D_r)^-0.5; YaRN multiplies it by the square of its mscale. Kernels have one
-    head dim: v, or q and k, are filled with zeros up to the larger of D_n + D_r and D_v, in the transient tensors alone.
-    norm, post_norm, layer_scale, attn_mask, key_padding_mask, is_causal, window_size, softcap, the dropouts and residual: as in
-    attention_block, which has grouped heads, packed sequences, cross-attention and low-rank updates, too.
-    recompute: what is saved for backward besides parameters (x itself, not a copy):
+    latent_norm_eps: of the latents' RMS norms, which a weight of None leaves out.
+    rotary: see attention_block; R <= D_r. DeepSeek's models are rotary_interleaved.
+    scale: (D_n + D_r)^-0.5 by default; YaRN multiplies this by mscale^2.
 
-        "none"       x, o, lse, the latents and the rotated part of k, q, and k and v of each head
-        "selective"  x, o, lse: the core is not run again
-        "full"       x: as many matmuls as torch.utils.checkpoint
+    Other arguments: see attention_block. ckptkern.parallel does not shard this function.
 
-    o has D_v elements per head and token. workspace: transient bytes (default: by x's device). Heads are computed in the fewest
-    equal groups that fit in it, at least one head, beside the latents of all tokens; gradients of latents are summed over
-    groups in float32. ckptkern.parallel does not shard it. Raises ShapeError, DtypeError, DeviceError and
-    LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
+    recompute: what is saved besides x, masks and tables:
+
+        "none"       o, lse, the latents, rotary(r), q, and k and v of each head
+        "selective"  o, lse: core attention is not recomputed
+        "full"       nothing
+
+    workspace: for groups of heads, beside the latents of all tokens.
+    Raises: see Conventions.
     """

@@ -1,5 +1,5 @@
-"""The sublayer of multi-head latent attention: its tensors, options and sizes, forward and backward. q, k and v are projected
-from latents of few features, of which backward recomputes the heads, group by group."""
+"""Computes the sublayer of multi-head latent attention, forward and backward. q, k and v are projected from latents of few
+features; backward recomputes the heads from these, group by group."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from .tensors import Division, HeadsOptions, PositionTensors, batch_and_rows, by
 
 @with_fields(AroundTensors, ..., PositionTensors, RandomStates)
 class LatentTensors(NamedTuple):
-    """The tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h itself;
-    wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent."""
+    """Holds the tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h;
+    wkva: projects to the latent of k and v and to the rotated part of k; wkvb: projects that latent to v and to the
+    other part of k."""
 
     wqa: Tensor | None
     bqa: Tensor | None
@@ -47,12 +48,12 @@ class LatentTensors(NamedTuple):
     wo: Tensor
     bo: Tensor | None
 
-    slopes = sinks = cu = key_value = None  # what it does not take of attention
+    slopes = sinks = cu = key_value = None  # arguments of attention that it does not take
 
 
 @with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
 class LatentOptions(NamedTuple):
-    """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
+    """Holds the sublayer's other options, named as in AttentionOptions. latent_norm_eps: of both latents' norms."""
 
     latent_norm_eps: float
 
@@ -60,8 +61,8 @@ class LatentOptions(NamedTuple):
 
 
 class LatentSizes(NamedTuple):
-    """H: heads. nope, rope, v: dimensions of a head: of q and k those that no position rotates and those that one does, of v.
-    q_rank, kv_rank: of the latents; q_rank is 0 where there is none."""
+    """H: heads. nope, rope: dimensions of q and k per head without and with rotation. v: dimensions of v. q_rank, kv_rank:
+    dimensions of the latents; q_rank is 0 where q has none."""
 
     H: int
     nope: int
@@ -76,12 +77,12 @@ class LatentSizes(NamedTuple):
 
     @property
     def D(self) -> int:
-        """Returns the head dim of core attention, which has one: the smaller ones are filled with zeros."""
+        """Returns the head dim of core attention: smaller heads are padded with zeros."""
         return max(self.qk, self.v)
 
     @property
     def latents(self) -> int:
-        """Columns of [q's latent | k's and v's | the rotated part of k]."""
+        """Returns the columns of [q's latent | k's and v's latent | the rotated part of k]."""
         return self.q_rank + self.kv_rank + self.rope
 
 
@@ -96,21 +97,21 @@ def sizes_of(t: LatentTensors, num_heads: int) -> LatentSizes:
 
 
 def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
-    """The fewest equal groups of heads of which each fits the workspace, for x [tokens, d]; at most one for each head.
+    """Returns the fewest equal groups of heads that each fit the workspace, for x [tokens, d], at most one for each head.
 
-    Without a workspace there is one, so that no comparison depends on symbolic sizes.
+    Without a workspace there is one group, so no comparison depends on symbolic sizes.
     """
     if o.workspace is None:
         return 1
     sizes, (rows, d), width, size = sizes_of(t, o.num_heads), x.shape, t.wo.shape[1], o.dtype.itemsize
     h, df = bytes_around(x, t, o)
-    # beside heads: h, and the latents before and after their norms
+    # besides heads: h, and the latents before and after their norms
     held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
     held += (sizes.q_rank * (t.q_a_norm is not None) + sizes.kv_rank * (t.kv_a_norm is not None)) * size
-    # sums over groups in float32, of which the largest is copied when it is rounded
+    # float32 sums over groups; rounding copies the largest
     of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
     of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
-    # and forward's o, if it is not saved, or backward's gradients of the branch's result, the latents and h
+    # plus forward's o, if it is not saved, or backward's gradients of the branch's result, the latents and h
     beside = rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
     of_heads, room = bytes_of_latent_heads(rows, sizes, o), o.workspace - beside
     counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
@@ -118,9 +119,9 @@ def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
 
 
 def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Returns bytes of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and
-    the gradients of the first three as the core reads them, of which kv and q are not if they were saved and o is not without
-    zeros; then the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
+    """Returns the transient bytes of all heads at once in backward, which needs more than forward: q, k, v, o, do, dq, dk
+    and dv as the core reads them (kv and q are not counted if saved, o is not if unpadded), then the gradients of q and
+    kv beside these, and temporaries of PyTorch ops."""
     size, eagerly, D, kv = o.dtype.itemsize, o.backend == "eager", sizes.D, sizes.nope + sizes.v
     saved, filled = o.recompute == "none", sizes.v < D
     q = 0 if saved and sizes.qk == D else D
@@ -129,8 +130,8 @@ def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> in
     core += 4 * D // size if o.fused == "flash" else 0  # which sums dq in float32
     copied = 4 * max(sizes.qk, kv) if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     temporaries = 4 * sizes.rope * max(size, 4) if eagerly else 0
-    by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not by flash attention
-    block = D * max(size, 4) if by_scores else 0  # in float32, of which blocks of scores at least are made
+    by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not flash attention
+    block = D * max(size, 4) if by_scores else 0  # in float32, the least size of a block of scores
     per_head = max(core * size + block, (3 * D + sizes.qk + kv) * size + max(copied, temporaries))
     return rows * sizes.H * (per_head + 3 * 4)  # and lse, and delta twice
 
@@ -139,8 +140,8 @@ def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> in
 
 
 def latent_table(latent_q: bool, norms: tuple[bool, bool], trailing: bool, post_norm: bool) -> Table:
-    """The quantities of the sublayer: the latents of q and of k and v, the latter with the rotated part of k; what wq and wkvb
-    read, the latents after their norms, or h in place of q's. norms: has q's latent one, and that of k and v?"""
+    """Returns the quantities of the sublayer: the latents (kv_latent with the rotated part of k), and the inputs of wq and
+    wkvb, which are the latents after their norms, or h for q. norms: whether q's latent and that of k and v have norms."""
     return {
         "h": input_operands(trailing),
         "q_latent": linear_operands("h", "qa") if latent_q else {},
@@ -157,8 +158,8 @@ def latent_table(latent_q: bool, norms: tuple[bool, bool], trailing: bool, post_
 
 
 class Latents(NamedTuple):
-    """raw: the latents before their norms, with the rotated part of k (`raw_parts`); q, kv: what wq and wkvb read, the latents
-    after their norms, or h in place of q's."""
+    """raw: the latents before their norms, with the rotated part of k (`raw_parts`); q, kv: the inputs of wq and wkvb,
+    which are the latents after their norms, or h for q."""
 
     raw: Tensor
     q: Tensor
@@ -181,7 +182,7 @@ class LatentSublayer(CoreSublayer):
         return Division(latent_groups(self.x, self.t, self.o), [(0, self.x.shape[0])])
 
     def of_heads(self) -> dict[str, int]:
-        """The tensors that a group has a part of, and the dimension that heads are along."""
+        """Returns the tensors that a group has a part of, with the dimension along which heads lie."""
         mask = self.t.mask
         return {"wq": 0, "bq": 0, "wkvb": 0, "bkvb": 0, "wo": 1} | (
             {"mask": 1} if mask is not None and mask.shape[1] > 1 else {}
@@ -190,29 +191,29 @@ class LatentSublayer(CoreSublayer):
     # -- forward
 
     def by_token(self, rows: Tensor, heads: int) -> Tensor:
-        """[tokens, heads N] -> [B, S, heads, N], a view."""
+        """Returns rows [tokens, heads N] as [B, S, heads, N], a view."""
         return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
 
     def rotate(self, rows: Tensor, heads: int) -> None:
-        """Rotates the last dimensions of each head of q, or of k's one, in place."""
+        """Rotates the last dimensions of each head of q, or of k's shared part, in place."""
         if self.angles[0] is not None:
             part = self.by_token(rows, heads)[..., -self.sizes.rope :]
             self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
     def rotate_back(self, part: Tensor) -> None:
-        """Turns the gradient [B, S, heads, rope] of what was rotated into that of what was not, in place."""
+        """Rotates the gradient [B, S, heads, rope] back, in place."""
         if self.angles[0] is not None:
             self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
     def raw_parts(self, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q's latent [tokens, q_rank], and k's and v's with the rotated part of k [tokens, kv_rank + rope]: each is
-        contiguous for the reason that AttentionSublayer.blocks has."""
+        """Returns q's latent [tokens, q_rank], and the latent of k and v with the rotated part of k [tokens, kv_rank +
+        rope]; each is contiguous (see AttentionSublayer.blocks)."""
         rows, of_q = self.x.shape[0], self.sizes.q_rank
         q, kv = raw.split([rows * of_q, rows * (self.sizes.latents - of_q)])
         return q.view(rows, of_q), kv.view(rows, self.sizes.latents - of_q)
 
     def source(self, saved: Saved) -> Latents:
-        """The latents, of which the raw ones may have been saved."""
+        """Returns the latents, from the raw ones if these were saved."""
         t, o, raw, rope = self.t, self.o, saved.get("latents"), self.sizes.rope
         formed = raw is None
         h = self.inputs() if formed or t.wqa is None else None
@@ -233,7 +234,7 @@ class LatentSublayer(CoreSublayer):
         return Latents(raw, q, kv)
 
     def projected(self, latents: Latents) -> dict[str, Tensor]:
-        """q [tokens, heads (nope + rope)], rotated, and kv [tokens, heads (nope + v)], with what they are made of."""
+        """Returns q [tokens, heads (nope + rope)], rotated, kv [tokens, heads (nope + v)], and their raw latents, by name."""
         t = self.t
         q = eager.linear(latents.q, self.cast(t.wq, last=False), self.cast(t.bq))
         self.rotate(q, self.o.num_heads)
@@ -243,14 +244,14 @@ class LatentSublayer(CoreSublayer):
     def heads(
         self, latents: Latents, saved: Saved, save_raw: bool, *, backward: bool
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple, None]:
-        """(q, k, v [B, H, S, D] as the core reads them, nothing else that backward reads), of `saved` of all heads or
-        projected: k is each head's own part beside the one that all share."""
+        """Returns ((q, k, v), (None, None), None): q, k, v [B, H, S, D] as the core reads them, from `saved` of all heads
+        or projected. k is each head's own part beside the shared one. Backward reads nothing else."""
         if saved.get("q") is None:
             _, q, kv = self.projected(latents).values()
         else:
             q, kv = self.own(saved["q"], 1), self.own(saved["kv"], 1)
         for name in ("latents", "q", "kv") if self.count == 1 and not save_raw else ():
-            saved.pop(name, None)  # of all heads, they go when they are joined
+            saved.pop(name, None)  # frees them once k, q and v are joined
         H, (_, nope, rope, _, _, _), D = self.o.num_heads, self.sizes, self.D
         kv = self.by_token(kv, H)
         k = kv.new_empty(self.B, self.S, H, D)
@@ -264,10 +265,10 @@ class LatentSublayer(CoreSublayer):
 
     # -- backward
 
-    def add_projection_gradients(self, made: dict[str, Any], latents: Latents, grads: Gradients) -> None:
-        """Adds the gradients of wq, wkvb and their biases, and to the totals of what they read and of k's rotated part, from
-        those that `core_gradients` gave."""
-        dq, dk, dv = made.pop("heads")
+    def add_projection_gradients(self, results: dict[str, Any], latents: Latents, grads: Gradients) -> None:
+        """Adds the gradients of wq, wkvb and their biases, and of their inputs and k's rotated part to the totals, from the
+        result of `core_gradients`."""
+        dq, dk, dv = results.pop("heads")
         (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], self.count > 1
         H, formed, totals = self.o.num_heads, grads.plan.formed, grads.totals
         if "q" in formed:
@@ -293,7 +294,7 @@ class LatentSublayer(CoreSublayer):
                 totals["kv"] = add_matmul(totals.get("kv"), dkv, self.cast(self.t.wkvb), wide=wide)
 
     def latent_gradient(self, name: str, d: Tensor, raw: Tensor, grads: Gradients) -> Tensor:
-        """Returns the gradient of a latent before its norm, from that of what the projection reads."""
+        """Returns the gradient of a latent before its norm, from that after it."""
         weight, d = getattr(self.t, name), d.to(self.o.dtype)
         if weight is None:
             return d
@@ -304,7 +305,7 @@ class LatentSublayer(CoreSublayer):
         return dx
 
     def input_gradient(self, raw: Tensor | None, grads: Gradients) -> Tensor | None:
-        """Adds the gradients of the latents' weights and norms; returns that of h. The totals are emptied."""
+        """Adds the gradients of the latents' weights and norms and returns the gradient of h. Empties the totals."""
         t, o, rope, kv_rank, totals = self.t, self.o, self.sizes.rope, self.sizes.kv_rank, grads.totals
         need, formed, _ = grads.plan
         if "q_read" not in formed and "kv_read" not in formed:

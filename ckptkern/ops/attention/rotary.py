@@ -1,4 +1,4 @@
-"""Rotary embedding: its tables, as given or made from theta."""
+"""Rotary embedding: its tables and their positions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def rotary_tables(
     dtype: torch.dtype = torch.float32,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [..., S, dim] of the angles a_i = positions · theta^(-2i/dim), i < dim/2: rotary embedding.
+    """Returns (cos, sin) [..., S, dim] of the angles a_i = positions · theta^(-2i/dim), i < dim/2, for rotary embedding.
 
-    Each angle stands in two columns, those of the two elements that it rotates: a_0, a_1, ..., a_0, a_1, ... (Llama), or
-    with interleaved a_0, a_0, a_1, a_1, ... (GPT-J), as attention_block's rotary_interleaved reads it.
-    positions [S] or [B, S], integers. The angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
+    positions: integers [S] or [B, S].
+    interleaved: columns are a_0, a_0, a_1, a_1, ... (GPT-J); otherwise a_0, a_1, ..., a_0, a_1, ... (Llama).
+    Angles are formed in float32. Raises ValueError for an odd dim and theta <= 0.
     """
     if not isinstance(positions, Tensor):
         raise TypeError(f"rotary_tables: positions must be a Tensor, not {type(positions).__name__}")
@@ -34,7 +34,7 @@ def rotary_tables(
 
 
 def positions_of(S: int, device: torch.device, cu_seqlens: Tensor | None) -> Tensor:
-    """[S]: 0, 1, ..., from 0 again where a packed sequence begins."""
+    """Returns positions [S]: 0, 1, ..., restarting at 0 where a packed sequence begins."""
     rows = torch.arange(S, device=device)
     if cu_seqlens is None:
         return rows

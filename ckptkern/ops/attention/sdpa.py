@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention and varlen_attn: flash attention that saves q, k, v, o and the logsumexp."""
+"""Defines scaled_dot_product_attention and varlen_attn: flash attention that saves q, k, v, o and the logsumexp."""
 
 from __future__ import annotations
 
@@ -129,29 +129,25 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     workspace: int | str | None = None,
 ) -> Tensor:
-    """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
+    """Computes dropout(softmax(scale q k^T + mask)) v, as torch.nn.functional.scaled_dot_product_attention.
 
-    query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; fewer dimensions and more batch
-    dimensions as in torch. float16, bfloat16, float32; float64 and head dims beyond 256 in PyTorch ops. Saved for backward:
-    q, k, v, the output, the logsumexp [B, H, Sq] in float32, and 16 bytes if there is dropout.
+    query [B, H, Sq, D], key and value [B, H or H_kv, Sk, D] -> [B, H, Sq, D]; other dimensions as in torch. Head dims
+    beyond 256 run in PyTorch ops. Saves q, k, v, the output and the logsumexp [B, H, Sq] in float32.
 
-    attn_mask: bool (True = keep) or additive (float64 only with float64 inputs), broadcastable to [B, H, Sq, Sk]. Additive
-    ones may be trained (T5's and Swin's biases): two more matmuls in the kernels' backward, and only the mask is saved.
-    torch.nn.attention.bias.causal_lower_right(Sq, Sk) and causal_upper_left(Sq, Sk) set a bound and are not read.
-    window_size = (left, right): row i sees i - left <= j <= i + right, and -1 is no bound. is_causal is (-1, 0); with an
-    attn_mask pass the window instead. Both align top-left.
-    alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
-    applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
-    sinks [H]: trained logits of which a head's takes part in its softmax's denominator alone (GPT-OSS, as its modelling code in
-    transformers): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). dsink = -sum of exp(sink - lse) rowsum(do o).
-    workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
-    "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
-    share one of key. Kernels write none of it out, but cuDNN's and the memory-efficient one copy a mask of keys, [B, 1, 1, Sk];
-    a mask with rows of queries takes ours.
-    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
-    gives the mean of the values (zeros with sinks), as in torch, and no gradient from the kernels.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
-    CausalBias together with is_causal, workspace), RuntimeError (attn_mask together with is_causal; backend).
+    attn_mask: bool (True = keep), additive, broadcastable to [B, H, Sq, Sk], or a CausalBias. An additive mask may be
+    trained: two more matmuls in backward.
+    dropout_p: always applies, as in torch.
+    window_size: (left, right): row i sees columns i - left to i + right; -1 is no bound. is_causal is (-1, 0); with an
+    attn_mask pass the window. Both align top-left.
+    alibi_slopes: [H] or [B, H], adds -slope |i - j|. Trained slopes run in PyTorch ops.
+    softcap: caps scores s, before masks, to softcap tanh(s / softcap) (Gemma 2).
+    sinks: [H], trained logits in the denominators (GPT-OSS): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)).
+    workspace: for scores, masks and biases in PyTorch ops.
+
+    A row that sees no column gives zeros and zero gradients. A row masked by a large finite number (-1e9) gets no gradient
+    from the kernels.
+
+    Raises: see Conventions; RuntimeError for attn_mask with is_causal.
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
@@ -183,7 +179,7 @@ def scaled_dot_product_attention(
     query, key, value = _broadcast(op, query, key, value, enable_gqa)
     D, D_v = query.shape[-1], value.shape[-1]
     scale = _scale(scale, D)
-    if D_v != D:  # zeros add nothing to a score and make columns that are cut off again
+    if D_v != D:  # zeros do not change scores; their columns of the output are cut off
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
@@ -219,13 +215,13 @@ def _attention(
     max_q: int = 0,
     max_k: int = 0,
 ) -> Tensor:
-    """Calls the op, on the backend that forms all its gradients. tensors: without the dropout's state."""
+    """Calls the op on the backend that computes all its gradients. tensors: without the dropout state."""
     check_whole_sequence(op)
     slopes = tensors.slopes
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
-    reason = "the kernels form no gradient of alibi_slopes" if learned else None
+    reason = "the kernels compute no gradient for alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
-    workspace = choose_workspace(op, workspace, query)  # it may raise, and an error draws nothing
+    workspace = choose_workspace(op, workspace, query)  # before the draw: an error leaves the generator unchanged
     tensors = tensors._replace(rng=draw_state(query, dropout_p, True))
     precision = matmul_precision(query)
     fused = fused_core(
@@ -263,8 +259,8 @@ def _attention(
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):
-    """Reshapes to 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last
-    result."""
+    """Reshapes to 4 dimensions: fewer gain leading ones, more batch dimensions are flattened into one, whose shape is the
+    last result."""
     least = 3 if dims > 4 else 4
     query, key, value = (
         t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
@@ -278,12 +274,12 @@ def _to_four_dims(dims, query, key, value, attn_mask):
 
 
 def _broadcast(op, query, key, value, enable_gqa):
-    """Expands to one batch size; without enable_gqa also one number of heads, or one for both key and value."""
+    """Expands to one batch size, and without enable_gqa to one number of heads, or one for both key and value."""
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
         raise ShapeError(f"{op}: key has {key.shape[2]} rows but value has {value.shape[2]}")
-    B = query.shape[0]  # not a set of sizes, in which torch.compile would make each a constant
+    B = query.shape[0]  # not a set of sizes, which torch.compile would turn into constants
     for t in (key, value):
         B = t.shape[0] if B == 1 else B
     if any(t.shape[0] != B and t.shape[0] != 1 for t in (query, key, value)):
@@ -319,17 +315,17 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention within sequences of different lengths, packed without padding (torch.nn.attention.varlen.varlen_attn).
+    """Computes attention within packed sequences, as torch.nn.attention.varlen.varlen_attn.
 
-    query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]; cu_seq_q, cu_seq_k int32 [N + 1]: sequence n has the
-    rows cu_seq[n] .. cu_seq[n + 1] - 1; max_q, max_k: the longest sequence's length, so that the device is not read. Rows in
-    no sequence, and those of a sequence beyond max_q or max_k, are not seen; they give zeros and zero gradients.
-    window_size = (left, right) is as in scaled_dot_product_attention, but aligned bottom-right, as in torch's varlen_attn:
-    the last query of a sequence sees its last key. is_causal is (-1, 0).
-    Saved for backward: q, k, v, the output, and the logsumexp. Paged caches (torch's cu_seq_k=None, block_table) are not
-    supported.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (window_size),
-    RuntimeError (backend).
+    query [T_q, H, D], key and value [T_k, H_kv, D] -> [T_q, H, D]. Saves q, k, v, the output and the logsumexp.
+
+    cu_seq_q, cu_seq_k: int32 [N + 1]: sequence n has the rows cu_seq[n] to cu_seq[n + 1] - 1.
+    max_q, max_k: the longest sequence's length. Rows beyond it, or in no sequence, give zeros and zero gradients.
+    window_size: as in scaled_dot_product_attention, but aligned bottom-right, as in torch.
+
+    Paged caches (cu_seq_k=None, block_table) are not supported.
+
+    Raises: see Conventions.
     """
     op = "varlen_attn"
     query, key, value = _cast_qkv(op, query, key, value, packed=True)

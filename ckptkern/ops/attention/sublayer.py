@@ -1,5 +1,5 @@
-"""The attention sublayer of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around it (`residual`), in forward and backward. `attention_block` and `transformer_layer` are made of it."""
+"""Computes the attention sublayer, forward and backward: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] ->
+attention -> output projection, and what is around them (`residual`). `attention_block` and `transformer_layer` run it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
 
 
 def attention_table(packed: bool, crosses: bool, gate: str, normed: bool, trailing: bool, post_norm: bool) -> Table:
-    """The quantities of an attention sublayer. packed: are wq, wk and wv one? gate: the letter of the projection that gives the
-    gate g, "" for none; normed: have q and k norms?"""
+    """Returns the quantities of an attention sublayer. packed: whether one weight projects q, k and v; gate: the letter of
+    the projection with the gate g, "" for none; normed: whether q and k have norms."""
     k, v, of_keys = "q" if packed else "k", "q" if packed else "v", "key_value" if crosses else "h"
     return {
         "h": input_operands(trailing),
@@ -87,12 +87,13 @@ class AttentionSublayer(CoreSublayer):
         return division(self.x, self.t, self.o)
 
     def of_heads(self) -> dict[str, int]:
-        """The tensors that a group has a part of, and the dimension that heads are along; those of projections are apart."""
+        """Returns the tensors that a group has a part of, with the dimension along which heads lie; `projections` has those
+        of q, k and v."""
         t = self.t
-        found = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
-        found |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
+        dims = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
+        dims |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
         norms = "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"
-        return found | {name: 0 for name in norms if (one := getattr(t, name)) is not None and one.dim() == 2}
+        return dims | {name: 0 for name in norms if (weight := getattr(t, name)) is not None and weight.dim() == 2}
 
     def group(self, index: int) -> AttentionSublayer:
         part = super().group(index)
@@ -102,14 +103,14 @@ class AttentionSublayer(CoreSublayer):
 
     @functools.cached_property
     def updates(self) -> dict[str, LowRank]:
-        made = {}
+        updates = {}
         for letter in LAYERS if self.o.lora else ():
             if (pair := update_of(letter, self.x.shape[0], self.t, self.o)) is not None:
-                made[letter] = pair
-        if self.index and "o" in made:
-            pair = made["o"]
-            made["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.o.num_heads * self.D))
-        return made
+                updates[letter] = pair
+        if self.index and "o" in updates:
+            pair = updates["o"]
+            updates["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.o.num_heads * self.D))
+        return updates
 
     def update(self, part: Projection) -> LowRank | None:
         pair = self.updates.get(part.letter)
@@ -118,11 +119,11 @@ class AttentionSublayer(CoreSublayer):
     # -- forward
 
     def source(self, saved: Saved) -> Tensor | None:
-        """h, if it fits the workspace beside a group."""
+        """Returns h if it fits the workspace beside a group, else None."""
         return self.inputs() if len(self.division.chunks) == 1 else None
 
     def read(self, h: Tensor | None, of_key_value: bool) -> Iterator[tuple[slice, Tensor]]:
-        """(their place, rows) of what projections read: of h, formed a chunk at a time unless it is held, or of key_value."""
+        """Yields (place, rows) of the projections' input: key_value, h, or h computed a chunk at a time if it is not held."""
         if of_key_value:
             yield slice(None), self.key_value
         elif h is not None:
@@ -132,17 +133,18 @@ class AttentionSublayer(CoreSublayer):
                 yield slice(start, stop), self.rows(start, stop).inputs()
 
     def blocks(self, qkv: Tensor) -> list[Tensor]:
-        """Every projection's result [rows, outputs] in qkv, or its gradient in dqkv: a block each. cuBLASLt adds a bias in its
-        epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
+        """Returns each projection's result [rows, outputs] in qkv, or its gradient in dqkv, as a contiguous block. cuBLASLt
+        adds a bias in its epilogue to contiguous rows alone; into columns of wider rows ATen copies it before
+        (Blas.cpp)."""
         parts = (qkv,) if len(self.sizes) == 1 else qkv.split(self.sizes)
         return [block.view(shape) for block, shape in zip(parts, self.shapes, strict=True)]
 
     def split(self, qkv: Tensor, own: Callable[[Tensor, int], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, S, heads, D] of the projections. own: takes those of a group from all heads."""
+        """Returns q, k, v [B, S, heads, D] of the projections. own: selects a group's heads."""
         return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, own)
 
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
-        """q, k, v and a gate, or of these alone what `letters` names: all weights write into one buffer, none is copied."""
+        """Computes q, k, v and the gate, or only those in `letters`, in one buffer; no weight is copied."""
         qkv = self.x.new_empty(sum(self.sizes), dtype=self.o.dtype)
         for of_key_value in (False, True) if self.key_value is not None else (False,):
             layers = [
@@ -161,8 +163,8 @@ class AttentionSublayer(CoreSublayer):
         return {"qkv": self.project(h)}
 
     def rotated(self, raw: Tensor, name: str, keeps_raw: bool) -> Tensor:
-        """q or k [B, H, S, D] as the core reads it, from its projection [B, S, H, D]: with the norm of this name and rotation,
-        in place unless `keeps_raw`."""
+        """Returns q or k [B, H, S, D] as the core reads it, from its projection [B, S, H, D]: normed and rotated, in place
+        unless `keeps_raw`. name: of its norm."""
         if self.rotates:
             norm = getattr(self.t, name), getattr(self.t, f"{name}_bias")
             raw = rotated(self.p, raw, *norm, self.angles, self.o, None if keeps_raw else raw)
@@ -171,12 +173,12 @@ class AttentionSublayer(CoreSublayer):
     def heads(
         self, h: Tensor | None, saved: Saved, save_raw: bool, *, backward: bool
     ) -> tuple[Heads, tuple, Tensor | None]:
-        """(q, k, v [B, H, S, D] as the core reads them; q and k before their norms, if backward reads them; the gate, in
-        backward), of `saved` of all heads or projected. q/k norm and rotation are done in place unless the projections are
-        saved, or backward reads them.
+        """Returns ((q, k, v) [B, H, S, D] as the core reads them, (q, k) before their norms if backward reads them, the
+        gate in backward), from `saved` of all heads or projected. q/k norm and rotation run in place unless the
+        projections are saved or backward reads them.
 
-        Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
-        forward. Where a sequence lies on several ranks, they are on their way.
+        With torch's kernels they do not run in place either: another layout may select another algorithm, and recompute
+        must match forward. In a split sequence the heads arrive asynchronously.
         """
         qkv, normed, gate = saved.get("qkv"), self.t.q_norm is not None, None
         keeps_raw = save_raw or bool(self.o.fused) or (backward and (qkv is not None or normed))
@@ -194,45 +196,46 @@ class AttentionSublayer(CoreSublayer):
         return self.o.context.spread(lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
 
     def gate_of(self, qkv: Tensor, saved: Saved | None = None) -> Tensor:
-        """This group's gate [B, S, heads, D or 1] of projections: its own, or, if they were saved, those of all heads."""
+        """Returns this group's gate [B, S, heads, D or 1] from its own projections or, if saved, from those of all heads."""
         whole = self if saved is None or saved.get("qkv") is not qkv else self.whole or self
         gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B, self.S)
         return gate if whole is self else self.own(gate, 2)
 
     def gate_alone(self, h: Tensor | None, saved: Saved) -> Tensor:
-        """Returns this group's gate by the one matmul that it comes from, if it was not saved."""
+        """Returns this group's gate, by one matmul if it was not saved."""
         qkv = saved.get("qkv")
         return self.gate_of(self.project(h, self.gate_letter) if qkv is None else qkv, saved)
 
     def gated_heads(self, saved: Saved) -> Tensor:
-        """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless it was saved: so forward does, and
-        backward, which then get the same bits."""
+        """Returns o sigmoid(gate) [B, H, S, D]. Forward and backward both project the gate again, group by group, unless it
+        was saved, so they get the same bits."""
         out = saved["out"]
-        h, made = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
+        h, gated = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
         for group in self.groups():
             gate = torch.sigmoid(group.gate_alone(h, saved)).transpose(1, 2)
-            torch.mul(group.own(out), gate, out=group.own(made))
-        return made
+            torch.mul(group.own(out), gate, out=group.own(gated))
+        return gated
 
     # -- backward
 
     def gate_gradient(self, do: Tensor, out: Tensor, gate: Tensor) -> Tensor:
-        """Returns the gradient of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the
-        factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
-        made = (do * out).transpose(1, 2)
+        """Returns the gradient of the gate [B, S, heads, D or 1]: do o sigmoid(-gate). do, the gradient of o, already has
+        the factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
+        product = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
             context, core = self.o.context, self.core
             core = core if context is None else context.core_of_rows(core)
-            made = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
-        return (made * torch.sigmoid(-gate)).to(gate.dtype)
+            product = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
+        return (product * torch.sigmoid(-gate)).to(gate.dtype)
 
     def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """(dqkv as `project` lays it out, the places of dq, dk, dv in it)."""
+        """Returns an empty dqkv, laid out as in `project`, and the places of dq, dk, dv in it."""
         dqkv = self.x.new_empty(sum(self.sizes), dtype=self.o.dtype)
         return dqkv, self.split(dqkv)
 
     def rotation_backward(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, grads: Gradients) -> Tensor:
-        """Returns the gradient of raw, q or k (in `place`, if that is where dy is or can be); adds those of its norm."""
+        """Returns the gradient of raw, q or k, in `place` if dy is there or can be written there; adds the gradients of its
+        norm."""
         o, weight, need = self.o, getattr(self.t, name), grads.plan.need
         needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=self.dtype_of(f"{name}_bias", need))
         if self.count > 1 and name not in self.places:  # a sum over groups, which is rounded once
@@ -240,24 +243,24 @@ class AttentionSublayer(CoreSublayer):
         if over_all_heads(weight, self.D):
             if self.angles[0] is not None:
                 dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
-            dx, *made = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
+            dx, *of_norm = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
             dx = dx.view(dy.shape)
         else:
             options = dict(kind=o.qk_norm, out=place, **needs)
-            dx, *made = self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
-        for field, grad in zip((name, f"{name}_bias"), made, strict=True):
+            dx, *of_norm = self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
+        for field, grad in zip((name, f"{name}_bias"), of_norm, strict=True):
             self.add_part(field, grad, grads)
         return dx
 
-    def projected_gradients(self, made: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
-        """Returns the gradient of each projection [rows, outputs], from `made` by `core_gradients`, which is emptied; adds
-        those of q's and k's norms.
+    def projected_gradients(self, results: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
+        """Returns the gradient of each projection [rows, outputs], from the results of `core_gradients`, which are emptied;
+        adds the gradients of the norms of q and k.
 
-        Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer.
+        Separate projections of q, k and v take the core's gradients directly, unless a kernel wrote these into the buffer.
         """
-        buffer, dgate, raw = made.pop("buffer", None), made.pop("gate"), made.pop("raw")
-        heads = [None if grad is None else grad.transpose(1, 2) for grad in made.pop("heads")]
-        if buffer is not None and self.o.context is None:  # where kernels wrote them
+        buffer, dgate, raw = results.pop("buffer", None), results.pop("gate"), results.pop("raw")
+        heads = [None if grad is None else grad.transpose(1, 2) for grad in results.pop("heads")]
+        if buffer is not None and self.o.context is None:  # kernels wrote them there
             heads = list(buffer[1])
         alone = len(self.projections) - (self.gate_letter == "g") == 3 and self.gate_letter != "q"
         if buffer is None and not alone:
@@ -278,17 +281,17 @@ class AttentionSublayer(CoreSublayer):
         if dgate is not None:
             self.gate_of(dqkv).copy_(dgate)
         ds, H_kv, group = self.blocks(dqkv), o.num_kv_heads, o.num_heads // o.num_kv_heads
-        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
+        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is not a view
             by_kv_head = ds[0].view(self.B, self.S, H_kv, group + 2, self.D)
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return ds
 
-    def add_projection_gradients(self, made: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
-        """Adds the gradients of wq, wk, wv and wg, which are d^T rows of the rows that each projection reads, of their biases
-        and low-rank updates, and to the totals of h and key_value, of several groups in float32; from the gradients of q, k, v
-        that `core_gradients` gave."""
+    def add_projection_gradients(self, results: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
+        """Adds the gradients of wq, wk, wv and wg (d^T rows of each projection's input), of their biases and low-rank
+        updates, and of h and key_value to the totals, which several groups sum in float32. results: from
+        `core_gradients`."""
         (need, formed, _), layers = grads.plan, {False: [], True: []}
-        for part, d in zip(self.projections, self.projected_gradients(made, grads), strict=True):
+        for part, d in zip(self.projections, self.projected_gradients(results, grads), strict=True):
             if d is None:
                 continue
             letter, reads, pair, du = part.letter, "key_value" if part.of_key_value else "h", self.update(part), None
@@ -304,16 +307,16 @@ class AttentionSublayer(CoreSublayer):
                 if du is not None:
                     pair.add_input_gradient(self.p, du, total)
                 grads.totals[reads] = total
-        for of_key_value, found in layers.items():
-            for place, rows in self.read(h, of_key_value) if found else ():
-                for sums, letter, pair, d, du in found:
+        for of_key_value, group in layers.items():
+            for place, rows in self.read(h, of_key_value) if group else ():
+                for sums, letter, pair, d, du in group:
                     part_of_du = du if du is None else du[place]
                     self.add_to_sums(sums, letter, pair, d[place], part_of_du, rows, place.start or 0)
-            for sums, *_ in found:
+            for sums, *_ in group:
                 grads.written(sums)
 
     def input_gradient(self, latents: None, grads: Gradients) -> Tensor | None:
-        """Returns the gradient of h; adds that of key_value."""
+        """Returns the gradient of h; stores that of key_value."""
         if "key_value" in grads.totals:
             grads.put("key_value", grads.totals["key_value"].view(self.t.key_value.shape), None)
         return grads.totals.get("h")
@@ -340,7 +343,7 @@ class AttentionSublayer(CoreSublayer):
 
 
 def in_rows(heads: Tensor) -> Tensor:
-    """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
+    """Reshapes [B, S, heads, D] to [tokens, heads D], a view where the strides allow it."""
     B, S, H, D = heads.shape
     return heads.reshape(B * S, H * D)
 
@@ -354,7 +357,7 @@ def rotated(
     o: AttentionOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q or k [B, S, H, D] as the core reads it, from its projection: with a norm and rotation, in `out` if there is one."""
+    """Returns q or k [B, S, H, D] as the core reads it, normed and rotated, in `out` if given."""
     if over_all_heads(weight, raw.shape[3]):
         raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
         if angles[0] is None:

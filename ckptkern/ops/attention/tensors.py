@@ -1,5 +1,5 @@
-"""What an attention sublayer is made of: its tensors, its options, its projections, and the groups of heads in which what is
-transient of it fits the workspace."""
+"""Defines an attention sublayer's tensors, options and projections, and the groups of heads in which its transient tensors
+fit the workspace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .core import CoreOptions
 
 
 class PositionTensors(NamedTuple):
-    """What places tokens and hides scores; the mask alone may have a gradient. padding: key_padding_mask [B, S_k], or a second
-    attn_mask, which has four dimensions."""
+    """Holds the rotary tables and the masks; only mask may be trained. padding: key_padding_mask [B, S_k], or a second
+    attn_mask, with four dimensions."""
 
     cos: Tensor | None
     sin: Tensor | None
@@ -26,8 +26,8 @@ class PositionTensors(NamedTuple):
 
 
 class HeadsOptions(NamedTuple):
-    """The options of both kinds of attention, beside the core's. theta: for rotary tables that are made here, 0 for none;
-    context: where the rows are a part of a sequence."""
+    """Holds the options that both kinds of attention share, besides those of core attention. theta: the base of rotary
+    tables made here, 0 for none; context: the context-parallel group of a split sequence."""
 
     num_heads: int
     theta: float
@@ -36,15 +36,15 @@ class HeadsOptions(NamedTuple):
     context: Context | None
 
 
-LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
+LAYERS = ("q", "k", "v", "o")  # with low-rank updates
 
 
 @with_fields(AroundTensors, ..., PositionTensors, updates_of(LAYERS), RandomStates)
 class AttentionTensors(NamedTuple):
-    """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
+    """Holds the tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
-    key_value: what k and v are projected from, None where it is what q is projected from.
-    q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
+    key_value: the source of k and v in cross-attention, else None.
+    q_norm, k_norm: weights [D], [heads, D] (a row for each head), or [heads D] (a norm over all heads).
     sinks: [H]. wg: the output gate's weight, [H D, d] or [H, d]; with `gate_in_query` wq has its rows instead.
     """
 
@@ -70,8 +70,8 @@ class AttentionTensors(NamedTuple):
 
 @with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
 class AttentionOptions(NamedTuple):
-    """The sublayer's other arguments. lora: of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the
-    core's blocks of queries; first_plane, planes: where the heads are a shard."""
+    """Holds the sublayer's other options. lora: of q, k, v and o; workspace: bytes for a group of heads, the core's blocks
+    of queries included; first_plane, planes: the place of a shard's heads."""
 
     num_kv_heads: int
     qkv_layout: str
@@ -83,12 +83,13 @@ class AttentionOptions(NamedTuple):
 
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
-    """(B, S) of x [B, S, d] or [S, d]."""
+    """Returns (B, S) of x [B, S, d] or [S, d]."""
     return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
 
 
 class Projection(NamedTuple):
-    """A matmul with a weight, or with the rows of one: letter names it, as "q" names wq and bq. rows: those, if not all."""
+    """A matmul with a weight or with some of its rows. letter: names the weight and bias, as "q" names wq and bq; rows: the
+    weight's rows, None for all."""
 
     letter: str
     weight: Tensor
@@ -98,9 +99,11 @@ class Projection(NamedTuple):
 
 
 def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> list[Projection]:
-    """Those of q, k and v, or of what is packed, and of a gate; of the heads of group `index` of `count`.
+    """Returns the projections of q, k, v (or of their packed weight) and of a gate, for the heads of group `index` of
+    `count`.
 
-    A packed weight has rows for x and rows for key_value, if there is one. With `gate_in_query` q has the gate's rows.
+    With key_value, a packed weight has rows that read x and rows that read key_value. With `gate_in_query` q's weight has
+    the gate's rows.
     """
     crosses, q = t.key_value is not None, t.wo.shape[1] * (2 if o.gate_in_query else 1)
     kv = o.num_kv_heads * (t.wo.shape[1] // o.num_heads)
@@ -114,16 +117,16 @@ def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count:
         blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
     if t.wg is not None:
         blocks.append(("g", 0, t.wg.shape[0], False))
-    made = []
+    parts = []
     for letter, start, width, of_key_value in blocks:
         weight, bias = getattr(t, f"w{letter}"), getattr(t, f"b{letter}")
         if count == 1 and width == weight.shape[0]:
-            made.append(Projection(letter, weight, bias, of_key_value))
+            parts.append(Projection(letter, weight, bias, of_key_value))
             continue
         n = width // count
         rows = slice(start + index * n, start + (index + 1) * n)
-        made.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
-    return made
+        parts.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
+    return parts
 
 
 def split_heads(
@@ -134,10 +137,10 @@ def split_heads(
     S: int,
     own: Callable[[Tensor, int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, S, heads, D] of the results [tokens, outputs] of `projections`. own: takes from all heads, along a
-    dimension, those of a group.
+    """Splits the results [tokens, outputs] of `projections` into q, k and v [B, S, heads, D]. own: selects a group's heads
+    along a dimension.
 
-    Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
+    Returns views, except of q where several heads of q lie before each of several heads of k: these have no common stride.
     """
     H, H_kv = o.num_heads, o.num_kv_heads
     D, (first, *others) = t.wo.shape[1] // H, blocks if t.wg is None else blocks[:-1]
@@ -158,7 +161,7 @@ def split_heads(
 
 
 def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOptions, B: int, S: int) -> Tensor:
-    """The gate [B, S, H, D or 1], likewise."""
+    """Returns the gate [B, S, H, D or 1] from the results of `projections`."""
     rows, H = blocks[0 if o.gate_in_query else -1], o.num_heads
     rows = rows.view(B, S, rows.shape[1])
     if o.gate_in_query:
@@ -167,7 +170,7 @@ def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOption
 
 
 def over_all_heads(weight: Tensor | None, D: int) -> bool:
-    """Is this the weight of a norm over all heads at once?"""
+    """Returns whether this is the weight of a norm over all heads at once."""
     return weight is not None and weight.dim() == 1 and weight.shape[0] != D
 
 
@@ -175,30 +178,30 @@ def over_all_heads(weight: Tensor | None, D: int) -> bool:
 
 
 class Division(NamedTuple):
-    """How a sublayer is computed: in equal groups of heads, and from h in chunks [start, stop) of its rows; one chunk is held
-    from group to group, several are formed again in each."""
+    """The division of a sublayer into equal groups of heads, and of h into chunks [start, stop) of rows. One chunk is held
+    across groups; several are computed again in each group."""
 
     groups: int
     chunks: list[tuple[int, int]]
 
 
 def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
-    """The fewest groups of which each fits the workspace, for x [tokens, d]; at most one for each kv head.
+    """Returns the fewest groups that each fit the workspace, for x [tokens, d], at most one for each kv head.
 
-    If h does not fit beside a group of one kv head, it is formed in chunks. A norm over all heads takes one group. Without a
-    workspace there is one of both, so that no comparison depends on symbolic sizes.
+    If h does not fit beside one kv head, it is computed in chunks. A norm over all heads needs one group. Without a
+    workspace there is one group and one chunk, so no comparison depends on symbolic sizes.
     """
     (rows, d), whole = x.shape, [(0, x.shape[0])]
     if o.workspace is None:
         return Division(1, whole)
     D, size, width = t.wo.shape[1] // o.num_heads, o.dtype.itemsize, t.wo.shape[1]
     h, df = bytes_around(x, t, o)
-    # beside h: in forward o, if it is not saved, and o with a gate, or in backward the gradients of h and of the branch's
-    # result, as far as they are not those of x and y
+    # besides h: in forward o, if it is not saved, and the gated o; in backward the gradients of h and of the branch's
+    # result, unless these are the gradients of x and y
     dh = 4 * d if size < 4 else d * size if x.dtype != o.dtype else 0
     held = (o.recompute == "full") + (t.wg is not None or o.gate_in_query)
     others, of_heads = rows * max(held * width * size, df + dh), bytes_of_heads(rows, t, o)
-    # the core's blocks of queries, of a rank's rows by all columns, take the half that they may
+    # the core's blocks of queries, a rank's rows by all columns, take the other half
     room = o.workspace // 2 if o.context is not None and o.backend == "eager" else o.workspace
     if of_heads + rows * h + others <= room:
         return Division(1, whole)
@@ -207,11 +210,11 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
     counts = []
     for n in range(1, 2 if all_heads else o.num_kv_heads + 1):
         spread = o.context is None or o.context.exchange != "heads" or o.num_kv_heads // n % o.context.size == 0
-        # kernels draw masks of 32 n columns, such as that of the output's low-rank update
+        # kernels draw masks of 32 n columns, also for the output's low-rank update
         drawn = n == 1 or not drops or o.backend == "eager" or o.num_heads // n * D % 32 == 0
         if o.num_kv_heads % n == 0 and spread and drawn:
             counts.append(n)
-    chunks = token_chunks(rows, h * 4, o.workspace // 4)  # beside what a norm holds
+    chunks = token_chunks(rows, h * 4, o.workspace // 4)  # besides a norm's transient tensors
     for beside, rows_of_h in ((rows * h + others, whole), (others, chunks)):
         for n in counts:
             if of_heads <= (room - beside) * n:
@@ -220,7 +223,8 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
 
 
 def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
-    """Counts, of a row, what is not x or y or their gradients: (h, the gradients of the branch's result)."""
+    """Returns (h, df): bytes per row of h and of the gradients of the branch's result, as far as they are not x, y or their
+    gradients."""
     d, e, size, cast, trailing = (
         x.shape[1],
         t.wo.shape[0],
@@ -236,10 +240,10 @@ def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
 
 
 def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
-    """Returns bytes of what is transient of all heads at once, in the pass that takes more.
+    """Returns the transient bytes of all heads at once, in the pass that needs more.
 
-    Both form q, k, v, a gate and its sigmoid, rotated copies of q and k if they are not rotated in place, and o. Backward has
-    do, dq, dk and dv, the gate's gradient, the buffer of all if they are not what the projections read, and the temporaries of
+    Both passes hold q, k, v, the gate and its sigmoid, o, and rotated copies of q and k if they are not rotated in place.
+    Backward adds do, dq, dk, dv, the gate's gradient, a joint buffer if the projections need one, and temporaries of
     PyTorch ops.
     """
     width, size, eagerly = t.wo.shape[1], o.dtype.itemsize, o.backend == "eager"
@@ -249,8 +253,8 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     qkv = q + gate + 2 * kv
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
-    # torch's attention on a CPU and its memory-efficient one have as many heads of k and v as of q, and sum their gradients;
-    # flash attention sums these, too, and dq in float32
+    # torch's attention on a CPU and memory-efficient attention repeat k and v for the heads of q, and sum their gradients;
+    # flash attention sums these too, and dq in float32
     of_queries = 2 * kv // o.num_kv_heads * o.num_heads if o.num_heads != o.num_kv_heads else 0
     repeated = of_queries if eagerly or o.fused == "efficient" else 0
     grads = q + 2 * kv + (of_queries + 4 * q // size if o.fused == "flash" else repeated)
@@ -259,9 +263,9 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
     copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     if o.context is not None and o.context.exchange == "gather":
-        # k and v of all ranks with what is sent and, in their order, copies, and the sums of their gradients in float32 twice
+        # k and v: sent, of all ranks, copied in order, and the float32 sums of their gradients twice
         core += 2 * kv + o.context.size * kv * (4 + 4 * (max(4, size) // size))
     elif o.context is not None:  # this rank's heads q, k, v, do and o, sent and arrived
         core += 3 * (3 * q + 2 * kv)
-    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
+    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, delta twice; two more with sinks
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows

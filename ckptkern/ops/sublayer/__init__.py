@@ -1,1 +1,1 @@
-"""What the sublayers of a transformer layer share."""
+"""Shared parts of the sublayers of a transformer layer."""

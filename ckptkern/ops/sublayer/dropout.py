@@ -1,4 +1,4 @@
-"""Defines dropout, which saves 16 bytes of state and samples the mask again in backward."""
+"""Defines dropout, which saves 16 bytes of state and samples the same mask again in backward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..registration.op import Op, rows_2d, unflattened
 
 
 def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.Dropout:
-    """(state, threshold, scale, col_base) as the primitives take them; contiguous, as a saved-tensor hook may have changed
-    strides."""
+    """Returns (state, threshold, scale, col_base) as the primitives take them. The state is contiguous, because a
+    saved-tensor hook may have changed its strides."""
     return eager.NO_DROPOUT if rng is None else (rng.contiguous(), *state.threshold_scale(p), col_base)
 
 
 def draw_state(x: Tensor, p: float, training: bool, *, of_sequence: bool = False) -> Tensor | None:
-    """Creates the 16 bytes that dropout saves; None if nothing is dropped. of_sequence: for a mask of a whole sequence. Others
-    are of this rank's rows: of ranks that draw alike, each gets its own."""
+    """Creates the 16 bytes that dropout saves, or None if nothing is dropped. of_sequence: the mask is of a whole sequence,
+    and all ranks share the state; otherwise each rank gets its own, for its rows."""
     if not training or p <= 0.0:
         return None
     rng = state.draw(x)
@@ -31,7 +31,7 @@ def draw_state(x: Tensor, p: float, training: bool, *, of_sequence: bool = False
 
 
 class DropoutOptions(NamedTuple):
-    """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor; row_step 0: x is one sample."""
+    """Row 0 of sample i of x is row row_base + i row_step of the unsharded tensor. row_step 0: x is one sample."""
 
     p: float
     row_base: IntLikeType
@@ -52,7 +52,7 @@ class Dropout(Op):
         x, rng = tensors
         arguments, drop = dropout_arguments(rng, o.p), primitives(o.backend).dropout
         samples = rows_2d(x).split(x.shape[-2]) if o.row_step else (rows_2d(x),)
-        parts = [drop(one, *arguments, row_base=o.row_base + i * o.row_step) for i, one in enumerate(samples)]
+        parts = [drop(sample, *arguments, row_base=o.row_base + i * o.row_step) for i, sample in enumerate(samples)]
         return unflattened(parts[0] if len(parts) == 1 else torch.cat(parts), x), {}
 
     @staticmethod
@@ -65,7 +65,7 @@ class Dropout(Op):
         if not o.row_step:
             return eager.apply_dropout(x, arguments, o.row_base)
         return torch.stack(
-            [eager.apply_dropout(one, arguments, o.row_base + i * o.row_step) for i, one in enumerate(x)]
+            [eager.apply_dropout(sample, arguments, o.row_base + i * o.row_step) for i, sample in enumerate(x)]
         )
 
     @classmethod
@@ -79,10 +79,9 @@ _apply = build(Dropout)
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1/(1-p), as torch.nn.functional.dropout.
 
-    x [..., n], any floating dtype. p is rounded to k/65536. Saved for backward: 16 bytes, drawn from torch's generator
-    (torch.manual_seed reproduces them). Returns x itself where p is 0 or training is false.
-    Raises ValueError for p outside [0, 1], DtypeError for an input that is not floating point,
-    LayoutError for one that is not dense (ckptkern.errors).
+    x [..., n] has any floating dtype. torch.manual_seed reproduces the mask. Returns x itself if p is 0 or training is
+    False.
+    Raises: see Conventions.
     """
     check_probability("dropout", p)
     if not training or p == 0.0:
@@ -94,8 +93,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 def replayed_dropout(x: Tensor, rng: Tensor | None, p: float, row_base: int = 0, row_step: int = 0) -> Tensor:
-    """dropout of x by a state that was drawn, or x itself; row_base, row_step: where the samples of x [B, S, n] begin among the
-    unsharded tensor's rows."""
+    """Applies dropout with a state that was drawn before; without a state returns x. row_base, row_step: the places of the
+    samples of x [B, S, n] among the unsharded rows (`DropoutOptions`)."""
     if rng is None:
         return x
     options = DropoutOptions(p=float(p), row_base=row_base, row_step=row_step, backend=choose_backend("dropout", x))

@@ -2,10 +2,9 @@
 
     y = x W^T + b + u B^T,  u = scale * dropout(x) A^T          A [r, d], B [n, r]
 
-Only x is saved: dropout(x) and u are recomputed in backward, and a frozen W gets no gradient. The updates of a sublayer share
-one random state, of which each has rows of its own. Those of experts (`GroupedLowRank`) have A [E, r, d] and B [E, n, r], one
-of each expert, and no dropout.
-"""
+Only x is saved: backward recomputes dropout(x) and u, and a frozen W gets no gradient. The updates of a sublayer share one
+random state, with separate rows of the mask. Updates of experts (`GroupedLowRank`) have A [E, r, d] and B [E, n, r], and no
+dropout."""
 
 from __future__ import annotations
 
@@ -30,9 +29,10 @@ from .dropout import dropout_arguments
 class LoRA(NamedTuple):
     """Describes a low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
 
-    a [r, in_features], b [out_features, r]; dropout_p: of the update's own input. (Hu et al. 2021, arXiv 2106.09685; in peft
-    a is lora_A.weight, b lora_B.weight, and scale lora_alpha / r.) Of experts: a [E, r, in_features], b [E, out_features, r],
-    without dropout.
+    a, b: [r, in_features] and [out_features, r] (arXiv 2106.09685); of experts [E, r, in_features] and [E, out_features,
+    r].
+    scale: lora_alpha / r in peft.
+    dropout_p: dropout of the update's input; 0 for experts.
     """
 
     a: Tensor
@@ -42,7 +42,7 @@ class LoRA(NamedTuple):
 
 
 class ReplayedLoRA(NamedTuple):
-    """A LoRA whose dropout's random state has been drawn: two calls have one mask."""
+    """A LoRA with a random state that has been drawn, so that two calls have the same mask."""
 
     a: Tensor
     b: Tensor
@@ -52,10 +52,10 @@ class ReplayedLoRA(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """One layer's update. first_row: of its dropout, in the rows that the sublayer's state is for.
+    """The low-rank update of one layer. first_row: of its dropout, among the rows of the sublayer's state.
 
-    a and b are in the dtype in which u, du and the sums of their gradients are formed (`update_dtype`); what is added to the
-    layer's own result, or to its input's gradient, has the dtype of these.
+    u, du and the gradients' sums have the dtype of a and b (`update_dtype`); what is added to the layer's result or to its
+    input's gradient has the dtype of these.
     """
 
     a: Tensor
@@ -65,24 +65,24 @@ class LowRank(NamedTuple):
     first_row: int
 
     def input(self, p: ModuleType, x: Tensor, start: int = 0) -> Tensor:
-        """dropout(x) for rows of x that begin at `start`."""
+        """Returns dropout(x) for rows of x that begin at `start`."""
         return p.apply_dropout(x, self.dropout, self.first_row + start)
 
     def inner(self, x: Tensor) -> Tensor:
-        """u [rows, r] of dropout(x)."""
+        """Returns u [rows, r] from dropout(x)."""
         return torch.mm(x, self.a.t()).mul_(self.scale)
 
     def add(self, p: ModuleType, y: Tensor, x: Tensor, start: int = 0) -> Tensor:
-        """y + u B^T, in y."""
+        """Adds u B^T to y in place."""
         u = self.inner(self.input(p, x.to(self.a.dtype), start))
         return y.addmm_(u.to(y.dtype), self.b.t().to(y.dtype))
 
     def inner_gradient(self, dy: Tensor) -> Tensor:
-        """du [rows, r], which the other gradients are made of."""
+        """Returns du [rows, r], from which the other gradients are computed."""
         return torch.mm(dy.to(self.b.dtype), self.b).mul_(self.scale)
 
     def add_input_gradient(self, p: ModuleType, du: Tensor, dx: Tensor, start: int = 0) -> None:
-        """Adds in dx."""
+        """Adds the input's gradient to dx in place."""
         du, a = du.to(dx.dtype), self.a.to(dx.dtype)
         if self.dropout[0] is None:
             dx.addmm_(du, a)
@@ -99,7 +99,7 @@ class LowRank(NamedTuple):
         db: WeightGrad | None,
         start: int = 0,
     ) -> None:
-        """Adds to the sums of A and B; None is not formed."""
+        """Adds to the sums of A and B, of which None is skipped."""
         x = self.input(p, x.to(self.a.dtype), start)
         if db is not None:
             db.add(dy.to(self.b.dtype), self.inner(x))
@@ -107,13 +107,13 @@ class LowRank(NamedTuple):
             da.add(du, x)
 
     def reference(self, x: Tensor) -> Tensor:
-        """u B^T in differentiable PyTorch ops, of x [..., d]."""
+        """Returns u B^T for x [..., d], computed in differentiable PyTorch ops."""
         rows = eager.apply_dropout(x.to(self.a.dtype), self.dropout, self.first_row)
         return F.linear(F.linear(rows, self.a) * self.scale, self.b).to(x.dtype)
 
 
 class GroupedLowRank(NamedTuple):
-    """The update of one matmul of experts, on rows in their order. A and B have the rows' dtype."""
+    """The low-rank update of one matmul of experts, for rows in the experts' order. A and B have the rows' dtype."""
 
     a: Tensor
     b: Tensor
@@ -121,24 +121,24 @@ class GroupedLowRank(NamedTuple):
     precision: str
 
     def inner(self, p: ModuleType, x: Tensor, groups: eager.Groups) -> Tensor:
-        """u [rows, r]."""
+        """Returns u [rows, r]."""
         return p.experts_gemm(x, self.a, None, groups, self.precision, transposed=True).mul_(self.scale)
 
     def add(self, p: ModuleType, y: Tensor, x: Tensor, groups: eager.Groups) -> Tensor:
-        """y + u B^T, in y."""
+        """Adds u B^T to y in place."""
         u = self.inner(p, x, groups)
         return y.add_(p.experts_gemm(u, self.b, None, groups, self.precision, transposed=True))
 
     def inner_gradient(self, p: ModuleType, dy: Tensor, groups: eager.Groups) -> Tensor:
-        """du [rows, r]."""
+        """Returns du [rows, r]."""
         return p.experts_gemm(dy, self.b, None, groups, self.precision, transposed=False).mul_(self.scale)
 
     def input_gradient(self, p: ModuleType, du: Tensor, groups: eager.Groups) -> Tensor:
-        """What du gives for the input."""
+        """Returns the update's part of the input's gradient."""
         return p.experts_gemm(du, self.a, None, groups, self.precision, transposed=False)
 
     def reference(self, x: Tensor, expert: int) -> Tensor:
-        """u B^T of one expert in differentiable PyTorch ops, of x [..., d]."""
+        """Returns u B^T of one expert for x [..., d], computed in differentiable PyTorch ops."""
         return F.linear(F.linear(x, self.a[expert]) * self.scale, self.b[expert])
 
 
@@ -149,35 +149,35 @@ def grouped_low_rank(
     dtype: torch.dtype,
     precision: str,
 ) -> dict[str, GroupedLowRank]:
-    """The updates that experts have, by layer. scales: of each of `layers`, nothing without updates."""
-    found = {}
+    """Returns the updates of experts by layer. scales: one for each of `layers`, empty without updates."""
+    updates = {}
     for layer, scale in zip(layers, scales, strict=bool(scales)):
         a, b = (cast_parameter(t[name], dtype) for name in names_of(layer))
         if a is not None:
-            found[layer] = GroupedLowRank(a.contiguous(), b.contiguous(), scale, precision)
-    return found
+            updates[layer] = GroupedLowRank(a.contiguous(), b.contiguous(), scale, precision)
+    return updates
 
 
 def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None, update: LowRank | None = None) -> Tensor:
-    """A layer in differentiable PyTorch ops, of x [..., d]."""
+    """Computes a linear layer of x [..., d], with its update, in differentiable PyTorch ops."""
     y = F.linear(x, cast_parameter(weight, x.dtype), cast_parameter(bias, x.dtype))
     return y if update is None else y + update.reference(x)
 
 
 def names_of(layer: str) -> tuple[str, str]:
-    """Returns the fields of a sublayer's tensors that hold a layer's A and B."""
+    """Returns the field names of a layer's A and B."""
     return f"{layer}_lora_a", f"{layer}_lora_b"
 
 
 def updates_of(layers: Iterable[str]) -> type:
-    """Creates a NamedTuple of these fields, by default None, for `with_fields`."""
-    made = NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
-    made._field_defaults = dict.fromkeys(made._fields)
-    return made
+    """Creates a NamedTuple with the fields of these layers' updates, None by default, for `with_fields`."""
+    fields = NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
+    fields._field_defaults = dict.fromkeys(fields._fields)
+    return fields
 
 
 def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
-    """A layer's update, among those of a sublayer whose inputs have at most `rows` rows."""
+    """Returns a layer's update, or None. rows: the most rows of any input of the sublayer."""
     if not o.lora:
         return None
     a, b = (getattr(t, name) for name in names_of(layer))
@@ -185,21 +185,21 @@ def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> 
         return None
     place = layers.index(layer)
     scale, p = o.lora[2 * place : 2 * place + 2]
-    a, b = (cast_parameter(one, o.lora_dtype) for one in (a, b))
+    a, b = (cast_parameter(matrix, o.lora_dtype) for matrix in (a, b))
     return LowRank(a, b, scale, dropout_arguments(t.lora_rng if p else None, p), place * rows)
 
 
 def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> torch.dtype:
-    """Returns the dtype in which a sublayer's updates are formed: autocast's inside autocast, else the widest of the given.
+    """Returns the dtype of a sublayer's updates: autocast's inside autocast, else the widest of dtype and the tensors'.
 
-    A float32 update of a 16-bit layer, as peft makes it, keeps its gradients' range and precision so.
+    A float32 update of a 16-bit layer, as peft creates it, so keeps its gradients' range and precision.
     """
     if dtype != x.dtype or autocast_dtype(x) is not None:
         return dtype
-    return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None), dtype)
 
 
-# what `gather_lora` gives of a sublayer that has none
+# the result of `gather_lora` without updates
 NO_UPDATES: tuple[dict[str, Tensor], tuple[float, ...]] = {}, ()
 
 
@@ -211,26 +211,27 @@ def gather_lora(
     layers: tuple[str, ...] = (),
     layer_of: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-    """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: by their name in `lora`,
-    None if there is none. layers: in their order, if these are not the names; layer_of: a name's layer, if it is another."""
+    """Checks `lora`; returns (tensors by field, (scale, dropout_p) of each of `layers` in one tuple, empty without
+    updates). weights: by their names in `lora`, None where the layer is missing. layers: names and order of the layers,
+    if other than those of weights; layer_of: the layer of a name, if it differs."""
     if not isinstance(lora, Mapping):
         raise TypeError(f"{op}: lora must be a dict of ckptkern.LoRA by layer, not {type(lora).__name__}")
     tensors, numbers = {}, dict.fromkeys(layers or weights, (0.0, 0.0))
-    for name, given in lora.items():
+    for name, update in lora.items():
         if weights.get(name) is None:
-            known = ", ".join(repr(one) for one, weight in weights.items() if weight is not None)
+            known = ", ".join(repr(layer) for layer, weight in weights.items() if weight is not None)
             raise ValueError(f"{op}: lora has {name!r}, but the layers are {known}")
         layer = layer_of.get(name, name)
-        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", given, weights[name], x)
+        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", update, weights[name], x)
         tensors |= zip(names_of(layer), (a, b), strict=True)
     return tensors, tuple(itertools.chain(*numbers.values())) if lora else ()
 
 
-def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> LoRA:
-    given = given[:-1] if isinstance(given, ReplayedLoRA) else given
-    if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= 4:
-        raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(given).__name__}")
-    a, b, scale, p = LoRA(*given)
+def check_update(op: str, name: str, update: Any, weight: Tensor, x: Tensor) -> LoRA:
+    update = update[:-1] if isinstance(update, ReplayedLoRA) else update
+    if not isinstance(update, (tuple, list)) or not 2 <= len(update) <= 4:
+        raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(update).__name__}")
+    a, b, scale, p = LoRA(*update)
     check_number(op, f"the scale of {name}", scale)
     check_probability(op, p)
     for which, tensor in (("a", a), ("b", b)):
@@ -243,5 +244,5 @@ def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> L
             f"{op}: a and b of {name} must be {' and '.join(wanted)}, but have shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
     if experts and p:
-        raise ValueError(f"{op}: {name} is an update of experts, which has no dropout; pass dropout_p=0, not {p}")
+        raise ValueError(f"{op}: {name} updates experts, which have no dropout: dropout_p must be 0, not {p}")
     return LoRA(a, b, float(scale), float(p))

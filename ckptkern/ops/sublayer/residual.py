@@ -1,8 +1,7 @@
-"""What the two sublayers of a transformer layer share: what is around the branch f, in forward and backward.
+"""Computes what is around the branch f of a sublayer, forward and backward.
 
 h = norm(x) * (1 + norm_scale) + norm_shift
-z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x +] z) for f(x)
-"""
+z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x +] z) for f(x)"""
 
 from __future__ import annotations
 
@@ -37,16 +36,16 @@ from .lora import update_dtype
 from .samples import Samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
-NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
-VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
-OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # of a leading norm
+NORM_TENSORS = 6  # float32 tensors of its input's shape that a norm's backward holds in PyTorch ops
+VECTOR_TENSORS = NORM_TENSORS + 3  # plus a gradient times 1 + norm_scale, and results of chunks
+OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # a leading norm's
 
 
 Declared = TypeVar("Declared", bound=Callable)
 
 
 class AroundTensors(NamedTuple):
-    """The tensors around a branch, which begin those of every sublayer."""
+    """Holds the tensors around a branch, which come first among the tensors of every sublayer."""
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -58,8 +57,8 @@ class AroundTensors(NamedTuple):
 
 
 class RandomStates(NamedTuple):
-    """The random states of a sublayer, which end its tensors: of dropout in the branch, of its result, of whole samples of that
-    (drop_path), and of the low-rank updates' inputs."""
+    """Holds the random states of a sublayer, which come last among its tensors: for dropout in the branch, for dropout of
+    its result, for drop_path, and for the inputs of low-rank updates."""
 
     rng: Tensor | None = None
     resid_rng: Tensor | None = None
@@ -68,9 +67,9 @@ class RandomStates(NamedTuple):
 
 
 class SublayerOptions(NamedTuple):
-    """The options of every sublayer. norm, post_norm "" is none; branch_factor: layer_scale, if it is a number; lora: scale and
-    dropout_p of the low-rank update of each layer, nothing without updates; lora_dtype: `update_dtype`; dtype: the compute
-    dtype."""
+    """Holds the options of every sublayer. norm, post_norm: "" for none; branch_factor: layer_scale as a number; lora:
+    scale and dropout_p of each layer's low-rank update, empty without updates; lora_dtype: `update_dtype`; dtype: the
+    compute dtype."""
 
     norm: str
     norm_eps: float
@@ -90,7 +89,7 @@ class SublayerOptions(NamedTuple):
 
 
 def drawn(t, o, x: Tensor, training: bool):
-    """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
+    """Returns t with random states, which are drawn last so that an error leaves the generator unchanged."""
     drops = {"lora_rng": any(o.lora[1::2]), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops.values()):
         return t
@@ -100,11 +99,11 @@ def drawn(t, o, x: Tensor, training: bool):
 
 
 class Sublayer:
-    """What a sublayer computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
+    """Computes a sublayer around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
-    shares: caches each parameter's copy in the compute dtype until its `last` use, as a backward asks for. first_row,
-    is_part: of a chunk of x's rows, whose gradients of parameters are added to those of others. holds: are Frozen weights held,
-    None to find out (`beside_frozen`)?
+    shares: caches each cast parameter until its `last` use in backward. first_row, is_part: of a chunk of rows, whose
+    gradients of parameters are addends. holds: whether dequantised Frozen weights are held, None to decide
+    (`beside_frozen`).
     """
 
     first_row, is_part = 0, False
@@ -117,13 +116,13 @@ class Sublayer:
         self.lead, self.wide = x.shape[:-1], torch.promote_types(x.dtype, o.dtype)
         self.out_dtype = self.wide if o.residual else o.dtype
         self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
-        self.normed = t.norm_weight, t.norm_bias, o.norm_eps, o.norm  # how, of `norm_fwd`
+        self.normed = t.norm_weight, t.norm_bias, o.norm_eps, o.norm  # arguments of `norm_fwd`
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
-        # of the workspace for norms and vectors of samples: most is for what is alive beside them
+        # the workspace for norms and vectors of samples; the rest is for tensors that are alive beside them
         self.quarter = None if o.workspace is None else o.workspace // 4
 
     def rows(self, start: int, stop: int):
-        """What it computes for some rows of x."""
+        """Returns the sublayer of some rows of x."""
         if (start, stop) == (0, self.x.shape[0]):
             return self
         part = copy.copy(self)
@@ -135,10 +134,10 @@ class Sublayer:
         return Samples(self.lead, self.first_row, self.is_part)
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
-        """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it.
+        """Returns the parameter in a dtype, by default the compute dtype. last: whether no later matmul reads it.
 
-        Of a Frozen one, or a part of it, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
-        matmul that reads it dequantises.
+        A Frozen parameter, or a view of one, is dequantised as a whole and held for the pass; if Frozen weights are not
+        held, a Frozen is returned, which each matmul dequantises.
         """
         dtype = dtype or self.o.dtype
         if type(parameter) is Frozen:
@@ -147,31 +146,34 @@ class Sublayer:
             whole, views = parameter.whole()
             key = id(whole.parts[0]), dtype
             if key not in self.held:
-                self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
+                self.held[key] = whole, whole.dequantize(dtype)  # whole too, so that no other tensor gets its id
             return viewed(self.held[key][1], views)
         key = id(parameter), dtype
         _, copy = self.copies.pop(key, (None, None))
         copy = cast_parameter(parameter, dtype) if copy is None else copy
         if self.shares and not last and copy is not parameter:
-            self.copies[key] = parameter, copy  # held too: another tensor may get the id of one that is gone
+            self.copies[key] = parameter, copy  # parameter too, so that no other tensor gets its id
         return copy
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
-        """Returns the dtype of a gradient: its parameter's; True for a part, which is not rounded; False where it is not
+        """Returns the dtype of a gradient: its parameter's, True for an addend, which is not rounded, False if it is not
         needed."""
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that forward and backward take at once; `row_bytes`: of a row's transient tensors."""
+        """Returns [start, stop) of the rows that a pass computes at once. Subclasses define `row_bytes`, the transient
+        bytes per row."""
         return token_chunks(self.x.shape[0], self.row_bytes, self.o.workspace)
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
+        """Returns [start, stop) of the rows that a norm computes at once: PyTorch ops have transient tensors, kernels have
+        none."""
         of_row = NORM_TENSORS * x.shape[1] * max(x.element_size(), 4)
         return token_chunks(x.shape[0], of_row, self.quarter if self.o.backend == "eager" else None)
 
     def vector_chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of the rows at which vectors of samples are applied at once, by PyTorch ops in every backend."""
+        """Returns [start, stop) of the rows to which vectors of samples are applied at once, in PyTorch ops in every
+        backend."""
 
         def of_row() -> int:
             widest = max(self.x.shape[1], 0 if self.t.layer_scale is None else self.t.layer_scale.shape[-1])
@@ -180,7 +182,7 @@ class Sublayer:
         return token_chunks(self.x.shape[0], of_row, self.quarter)
 
     def norm_fwd(self, x: Tensor, *arguments: Any) -> Tensor:
-        """The backend's norm_fwd; arguments: weight, bias, eps, kind, dtype."""
+        """Computes the backend's norm_fwd in chunks. arguments: weight, bias, eps, kind, dtype."""
         chunks = self.norm_chunks(x)
         if len(chunks) == 1:
             return self.p.norm_fwd(x, *arguments)
@@ -198,7 +200,7 @@ class Sublayer:
         overwrites: bool = False,
         **needs: bool | torch.dtype,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """overwrites: may dx be written over dy?"""
+        """Returns (dx, dweight, dbias), computed in chunks. overwrites: whether dx may overwrite dy."""
         chunks = self.norm_chunks(x)
         if len(chunks) == 1:
             return self.p.norm_bwd(dy, x, weight, eps, kind, residual=residual, **needs)
@@ -208,12 +210,12 @@ class Sublayer:
         for start, stop in chunks:
             rows = slice(start, stop)
             before = None if residual is None else residual[rows]
-            dx[rows], *made = self.p.norm_bwd(dy[rows], x[rows], weight, eps, kind, residual=before, **needs)
-            sums = [one if total is None else total.add_(one) for total, one in zip(sums, made, strict=True)]
+            dx[rows], *part = self.p.norm_bwd(dy[rows], x[rows], weight, eps, kind, residual=before, **needs)
+            sums = [grad if total is None else total.add_(grad) for total, grad in zip(sums, part, strict=True)]
         return dx, *sums
 
     def inputs(self) -> Tensor:
-        """What the branch reads: norm(x), or x."""
+        """Returns h, the branch's input."""
         if not self.modulated:
             return self.norm_fwd(self.x, *self.normed, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
         chunks = self.vector_chunks()
@@ -234,19 +236,19 @@ class Sublayer:
         return h
 
     def drop(self, f: Tensor) -> Tensor:
-        """Residual dropout, forward and backward."""
+        """Applies residual dropout, forward and backward."""
         rng = self.t.resid_rng
         return f if rng is None else self.p.apply_dropout(f, dropout_arguments(rng, self.o.resid_p), self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
-        """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
+        """Returns post_norm(f), or f without one."""
         t, o = self.t, self.o
         if not o.post_norm:
             return f
         return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, self.out_dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
-        """layer_scale * z, forward and backward."""
+        """Returns layer_scale * z, forward and backward."""
         z, scale = z.to(self.out_dtype), self.t.layer_scale
         z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
         if scale is None:
@@ -254,7 +256,7 @@ class Sublayer:
         return z * cast_parameter(scale, z.dtype) if scale.dim() == 1 else self.by_sample.multiplied(z, scale)
 
     def drop_path(self, z: Tensor) -> Tensor:
-        """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
+        """Drops whole samples of z [tokens, e], forward and backward, by dropout of one value for each sample."""
         state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
         samples = sample_shape(self.lead)
         saved = self.p.dropout(z.new_ones((samples[0], 1)), state, threshold, 1.0).view(samples) != 0
@@ -264,13 +266,13 @@ class Sublayer:
         return torch.where(saved, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
 
     def total(self, f: Tensor) -> Tensor:
-        """The sublayer's output before a trailing norm, from the branch's result f."""
+        """Returns the output before a trailing norm, from the branch's result f."""
         z = self.scaled(self.post_normed(f))
         z = z if self.t.path_rng is None else self.drop_path(z)
         return self.x + z if self.o.residual else z
 
     def output(self, f: Tensor) -> Tensor:
-        """The sublayer's output from the branch's result f."""
+        """Returns the sublayer's output from the branch's result f."""
         y = self.total(f)
         return self.norm_fwd(y, *self.normed, y.dtype) if self.trailing else y
 
@@ -283,9 +285,9 @@ class Sublayer:
         overwrites: bool = False,
         norm: str = "norm",
     ) -> dict[str, Tensor | None]:
-        """Gradients by name of `read`, the input of the norm of this name, as "x", and of its weight and bias."""
+        """Returns the gradients of a norm by name: of its input `read` as "x", and of its weight and bias. norm: its name."""
         weight, bias = f"{norm}_weight", f"{norm}_bias"
-        made = self.norm_bwd(
+        grads = self.norm_bwd(
             dy,
             read,
             getattr(self.t, weight),
@@ -296,12 +298,13 @@ class Sublayer:
             need_dweight=self.dtype_of(weight, need),
             need_dbias=self.dtype_of(bias, need),
         )
-        return dict(zip(("x", weight, bias), made, strict=True))
+        return dict(zip(("x", weight, bias), grads, strict=True))
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
-        """(gradient of x + z, that of the branch's last matmul in its dtype, those of the parameters between) from dy.
+        """Returns (the gradient of x + z, the gradient of the branch's last matmul in its dtype, the gradients of
+        parameters between them by name).
 
-        f: the branch's result, where `reads_branch` asks for it.
+        f: the branch's result, if `reads_branch`.
         """
         o, grads = self.o, {}
         if self.trailing:
@@ -324,16 +327,16 @@ class Sublayer:
         return dy, self.drop(df.to(o.dtype)), grads
 
     def reads_branch(self, need: Collection[str]) -> bool:
-        """Does backward read the branch's result, which no mode saves?"""
+        """Returns whether backward reads the branch's result, which no mode saves."""
         return self.trailing or bool(self.o.post_norm) or "layer_scale" in need
 
     def needs_dh(self, need: Collection[str]) -> bool:
-        """Does anything need the gradient of what the branch reads?"""
+        """Returns whether any requested gradient needs that of h."""
         return "x" in need or (not self.trailing and not OF_NORM.isdisjoint(need))
 
     def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
-        """Returns the gradients of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch
-        reads, which may be overwritten."""
+        """Returns the gradients of x [tokens, d] and of a leading norm's parameters, from the gradient dh of the branch's
+        input. May overwrite dh."""
         residual = dy if self.o.residual else None
         if self.modulated:
             return self.modulated_gradients(dh, residual, need)
@@ -344,7 +347,7 @@ class Sublayer:
     def modulated_gradients(
         self, dh: Tensor, residual: Tensor | None, need: Collection[str]
     ) -> dict[str, Tensor | None]:
-        """`input_gradients` of a norm with a scale or a shift of each sample."""
+        """Returns `input_gradients` for a norm with norm_scale or norm_shift."""
         chunks, grads = self.vector_chunks(), {}
         if len(chunks) > 1:
             dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
@@ -371,8 +374,8 @@ class Sublayer:
         need: Collection[str],
         dx: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
-        """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, in `dx` if there is one, of
-        others summed."""
+        """Calls backward(sublayer of some rows, their slice) for each chunk. Returns the gradient of x by rows, in `dx` if
+        given, and the sums of the others."""
         totals: dict[str, Tensor | None] = {}
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
@@ -386,9 +389,9 @@ class Sublayer:
         return by_chunks(chunks, of_rows, dx if dx is None else {"x": dx}) | totals
 
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
-        """The gradients in the dtypes of their parameters, that of x in x's shape."""
+        """Returns the gradients in the dtypes of their parameters, and that of x in x's shape."""
         for name, grad in grads.items():
-            if isinstance(grad, Tensor) and name != "x":  # a sum that is formed later has its dtype
+            if isinstance(grad, Tensor) and name != "x":  # a delayed sum has its dtype
                 grads[name] = grad.to(getattr(self.t, name).dtype)
         if "x" in need:
             grads["x"] = grads["x"].to(self.x.dtype).view(*self.lead, self.x.shape[1])
@@ -396,9 +399,9 @@ class Sublayer:
 
 
 class RowsOp(SublayerOp):
-    """The op of a sublayer that computes chunks of its rows apart. Its Sublayer also has, of such a chunk:
+    """The op of a sublayer that computes chunks of rows separately. Its Sublayer also defines, for a chunk:
 
-    forward   () -> what the op gives, by name, the output as "y"
+    forward   () -> results by name, the output as "y"
     backward  (dy, saved, need, sums) -> the gradients that are not in sums
     sums      (need, chunks) -> the sums over chunks of the branch's gradients
     """
@@ -418,7 +421,7 @@ class RowsOp(SublayerOp):
         sums = sublayer.sums(need, len(chunks))
 
         def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
-            return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
+            return part.backward(dy[rows], {name: tensor[rows] for name, tensor in saved.items()}, need, sums)
 
         if len(chunks) == 1:
             grads = sublayer.backward(dy, saved, need, sums)
@@ -433,18 +436,18 @@ def in_torch_ops(x: Tensor, t: Any, o: Any) -> Sublayer:
 
 
 def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
-    """What the branch reads, in differentiable PyTorch ops."""
+    """Returns h, computed in differentiable PyTorch ops."""
     return in_torch_ops(x, t, o).inputs().view(x.shape)
 
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
-    """The sublayer's output from its branch's last matmul f, in differentiable PyTorch ops."""
+    """Returns the output from the branch's last matmul f, computed in differentiable PyTorch ops."""
     sublayer = in_torch_ops(x, t, o)
     return sublayer.output(sublayer.drop(rows_2d(f))).view(f.shape)
 
 
 def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
-    """`kind`, `weight` and `bias` are those of the norm that the arguments call `name`."""
+    """Checks the kind, weight and bias of the norm `name`."""
     if kind is None:
         if weight is not None or bias is not None:
             raise ValueError(f"{op}: {name}_weight and {name}_bias need {name}='layer' or 'rms'")
@@ -478,10 +481,10 @@ def around(
     workspace,
     **tensors,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks a sublayer's arguments around its branch; returns them as AroundTensors' and SublayerOptions' fields.
+    """Checks a sublayer's arguments around its branch; returns them as fields of AroundTensors and of SublayerOptions.
 
-    probe: empty, like x in the compute dtype. output, features: name and rows of the branch's last weight. updates: what
-    `gather_lora` gave. summed: `choose_workspace`'s. tensors: the others of AroundTensors.
+    probe: an empty tensor like x, in the compute dtype. output, features: name and rows of the branch's last weight.
+    updates: from `gather_lora`. summed: see `choose_workspace`. tensors: the other fields of AroundTensors.
     """
     if residual and features != x.shape[-1]:
         raise ShapeError(f"{op}: residual needs {output} with {x.shape[-1]} rows, but it has {features}")
@@ -506,7 +509,7 @@ def around(
         if (value := tensors[name]) is not None:
             if norm is None or not norm_first:
                 raise ValueError(
-                    f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
+                    f"{op}: {name} needs a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
                 )
             tensors[name] = check_vectors(op, x, name, value, x.shape[-1])
     of_updates, numbers = updates
@@ -531,9 +534,10 @@ def around(
 
 
 def called(gather: Callable, apply: Callable) -> Callable[[Declared], Declared]:
-    """Decorates a function that declares the arguments of a sublayer's op, and has no body: a call of it runs the op.
+    """Decorates a function that declares a sublayer's arguments and has no body, so that a call runs the op.
 
-    gather: (its name, **arguments) -> the op's tensors, still without random states, and its options; apply: what `build` made.
+    gather: (its name, **arguments) -> the op's tensors, without random states, and its options; apply: the result of
+    `build`.
     """
 
     def decorated(declared):
@@ -541,7 +545,7 @@ def called(gather: Callable, apply: Callable) -> Callable[[Declared], Declared]:
 
         @functools.wraps(declared)
         def call(*args, **kwargs):
-            declared(*args, **kwargs)  # raises Python's TypeError for arguments that it does not take
+            declared(*args, **kwargs)  # raises Python's TypeError for wrong arguments
             arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
             if (sharded := getattr(ACTIVE.shard, name, None)) is not None:
                 return sharded(**arguments)

@@ -1,5 +1,5 @@
-"""Vectors of each sample, such as scale, shift and gate of an adaptive norm (adaLN: DiT, arXiv 2212.09748), at the rows of a
-sublayer."""
+"""Applies vectors of samples, such as scale, shift and gate of an adaptive norm (adaLN: DiT, arXiv 2212.09748), to the rows
+of a sublayer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ..registration.op import cast_parameter
 
 
 def sample_shape(lead: Sequence[int]) -> tuple[int, ...]:
-    """[B, 1, ...]: one value for each sample of x [*lead, d], lead [B, ...]. Without a batch dimension x is one sample."""
+    """Returns [B, 1, ...], one value for each sample of x [*lead, d], lead [B, ...]. Without a batch dimension x is one
+    sample."""
     return (lead[0] if len(lead) > 1 else 1, *(1,) * len(lead))
 
 
 def check_vectors(op: str, x: Tensor, name: str, vectors: Tensor, features: int, also: str = "") -> Tensor:
-    """[B, features] of [B, features] or [B, 1, ..., features]. also: what else the message says may be given."""
+    """Returns vectors [B, features] or [B, 1, ..., features] as [B, features]. also: alternatives that the message names."""
     check_tensor(op, name, vectors, x)
     shape, B = vectors.shape, sample_shape(x.shape[:-1])[0]
     if len(shape) < 2 or shape[0] != B or shape[-1] != features or any(size != 1 for size in shape[1:-1]):
@@ -33,7 +34,7 @@ def check_vectors(op: str, x: Tensor, name: str, vectors: Tensor, features: int,
 
 
 class Samples(NamedTuple):
-    """To which samples of x [*lead, d] the rows from first_row on belong; all rows, unless is_part."""
+    """Maps rows of x [*lead, d], from first_row on, to samples; all rows unless is_part."""
 
     lead: tuple[int, ...]
     first_row: int = 0
@@ -41,12 +42,12 @@ class Samples(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """(samples, rows of each)."""
+        """Returns (number of samples, rows of each)."""
         return (self.lead[0], math.prod(self.lead[1:])) if len(self.lead) > 1 else (1, math.prod(self.lead))
 
     def parts(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(samples, their rows [samples, n, e]): all of them; of a part, the end of one sample, whole ones, the beginning of
-        one."""
+        """Yields (slice of samples, their rows [samples, n, e]): all samples, or of a part the end of a sample, whole
+        samples, and the beginning of a sample."""
         (B, n), done = self.size, 0
         if not self.is_part:  # its sizes may be symbols
             yield slice(0, B), rows.reshape(B, n, rows.shape[1])
@@ -60,13 +61,13 @@ class Samples(NamedTuple):
             done = stop
 
     def multiplied(self, rows: Tensor, vectors: Tensor) -> Tensor:
-        """rows * vectors [B, e], in the dtype of the rows."""
+        """Returns rows * vectors [B, e], in the dtype of the rows."""
         vectors = cast_parameter(vectors, rows.dtype)
         parts = [(part * vectors[of, None]).flatten(0, 1) for of, part in self.parts(rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """[B, e] of float32 or float64 rows: the sum of each sample's; of a part, zeros for samples outside of it."""
+        """Returns [B, e], each sample's sum of float32 or float64 rows; zeros for samples outside of a part."""
         if not self.is_part:
             return next(self.parts(rows))[1].sum(1)
         total = rows.new_zeros(self.size[0], rows.shape[1])
