@@ -474,14 +474,14 @@ def test_candidates_are_blocks_of_each_dimension():
 def test_parts_are_written_where_they_are_read(axis):
     x = torch.arange(2 * 24 * 5).view(2, 24, 5)
     n = 24 // (axis.outer * axis.inner)
-    rebuilt = torch.zeros_like(x)
+    joined = torch.zeros_like(x)
     numbers = x.view(2, axis.outer, n, axis.inner, 5)
     for first, count in ((0, 1), (1, n - 2), (n - 1, 1)):
         part = axis.part(x, first, count)
         assert part.shape == (2, axis.outer * count * axis.inner, 5)
         assert torch.equal(part, numbers[:, :, first : first + count].reshape(part.shape))
-        axis.write(rebuilt, first, count, part)
-    assert torch.equal(rebuilt, x)
+        axis.write(joined, first, count, part)
+    assert torch.equal(joined, x)
 
 
 def test_results_of_a_call_that_are_cut_otherwise_are_not_followed():
