@@ -128,11 +128,11 @@ def files(folders: dict[str, str] = INSTALLED) -> dict[Path, str]:
 
 
 def sources(folders: dict[str, str] = INSTALLED) -> dict[str, tuple[bool, str]]:
-    sources = {}
+    tree = {}
     for path, inner in files(folders).items():
         module = inner.removesuffix(".py").replace("/", ".")
-        sources[module.removesuffix(".__init__")] = path.name == "__init__.py", path.read_text()
-    return sources
+        tree[module.removesuffix(".__init__")] = path.name == "__init__.py", path.read_text()
+    return tree
 
 
 def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
