@@ -73,7 +73,7 @@ CALLS = {
         ValueError, "frontier: budget must be a number of bytes",
     ),
     "BudgetError of a peak": (
-        lambda: plan(budget="1KiB"), ckptkern.errors.BudgetError, r"allocates at its peak is .*, of which .* are .*offload\(\)",
+        lambda: plan(budget="1KiB"), ckptkern.errors.BudgetError, r"lowest peak of a step is .*, of which .* are .*offload\(\)",
     ),
     "BudgetError of saved bytes": (
         lambda: plan(saved=10), ckptkern.errors.BudgetError, r"Take that budget, fewer tokens or samples, or .*offload\(\)",

@@ -241,14 +241,14 @@ def test_the_table_is_written_and_followed(kernels_are_quicker, capsys):
     forget()
     assert impl() == "library"
     assert main(["autotune", "--reset"]) == 0
-    assert "there is no table" in capsys.readouterr().out
+    assert "this machine has no table" in capsys.readouterr().out
 
 
 def test_nothing_is_written_in_a_dry_run_or_without_time(kernels_are_quicker, cache, capsys):
     arguments = ["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main([*arguments, "--minutes", "0"]) == 1
-    assert "the time is over: 1 of 1 matmuls were not reached. The same command" in capsys.readouterr().out
+    assert "the time is over: 1 of 1 matmuls were not measured. The same command" in capsys.readouterr().out
     assert not list(cache.iterdir())
 
 
@@ -339,7 +339,7 @@ def test_without_a_home_nothing_is_tuned(two_routes, monkeypatch):
 
 def test_nothing_can_be_chosen_where_no_kernel_runs(capsys):
     assert main(["autotune", "--ops", "mlp", "--device", "cpu"]) == 2
-    assert "nothing can be chosen on cpu: only PyTorch's ops run there" in capsys.readouterr().err
+    assert "cpu offers no choice: only PyTorch's ops run there" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_measuring(two_routes, tmp_path, monkeypatch, capsys):
@@ -365,7 +365,7 @@ def test_the_next_run_begins_with_what_is_left(kernels_are_quicker, monkeypatch,
     for after in ([24], [24, 300], [24, 300, 24]):
         assert main(["autotune", *arguments]) == 0
         assert reached == after
-        said = "the time is over: 1 of 2 matmuls were not reached. The same command again begins with them"
+        said = "the time is over: 1 of 2 matmuls were not measured. The same command starts with them"
         assert said in capsys.readouterr().out
     forget()
     assert [impl(features=features) for features in (24, 300)] == ["triton", "triton"]
@@ -398,7 +398,7 @@ def test_an_older_table_is_made_anew(kernels_are_quicker, capsys):
     write()
     file_of_this_machine().write_text(file_of_this_machine().read_text().replace('"format": 4', '"format": 3'))
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
-    why = "is made anew, because another version of ckptkern wrote it: its format is 3, not 4"
+    why = "is written anew, because another version of ckptkern wrote it: its format is 3, not 4"
     assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
     assert [*_tuned.table("cpu", None)] == [("mlp", "float16", 512)]
 

@@ -331,7 +331,7 @@ def test_the_command_with_adapters(tmp_path, capsys):
         (LLAMA, ("--layers", "0"), "--layers: wanted auto or a positive number but got '0'"),
         (LLAMA, ("--memory", "much"), "--memory: wanted a size such as 80GiB but got much"),
         (LLAMA, ("--workspace", "big"), "--workspace: wanted a size such as 80GiB but got big"),
-        (LLAMA, ("--variants", "eager,magic"), "--variants: magic is none of eager, "),
+        (LLAMA, ("--variants", "eager,magic"), "--variants: unknown magic; choose from eager, "),
         (LLAMA, ("--tokens", "0"), "--tokens: wanted a positive number but got 0"),
         (LLAMA, ("--lora", "0"), "--lora: wanted a positive number but got 0"),
         (LLAMA, ("--lora-targets", "q_proj"), "--lora-targets and --lora-dtype go with --lora"),

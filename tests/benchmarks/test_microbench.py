@@ -113,7 +113,10 @@ def test_an_op_from_the_command_line(bench, tmp_path):
         ("--op attention_block --heads 8 --kv-heads 3", "--heads 8 is not a multiple of --kv-heads 3"),
         ("--op attention_block --length 100", "--tokens 1024 is not a multiple of --length 100"),
         ("--op varlen_attn --modes full", "--modes does not apply to --op varlen_attn"),
-        ("--op mlp --modes some", "--modes: wanted some of none, selective, full, with commas, but got 'some'"),
+        (
+            "--op mlp --modes some",
+            "--modes: wanted modes of none, selective, full, separated by commas, but got 'some'",
+        ),
         ("--case nowhere.py:f", "there is no file nowhere.py"),
         ("--op mlp --baseline nowhere.py:f", "--baseline: there is no file nowhere.py"),
         (

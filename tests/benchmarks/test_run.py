@@ -348,7 +348,7 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     monkeypatch.delenv("CKPTKERN_COMMIT")
     monkeypatch.setattr(env, "answer", lambda *_: None)
     assert run.commit() == "unknown"
-    assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
+    assert "WARNING: git finds no commit of this tree" in capsys.readouterr().err
 
 
 def test_a_folder_without_figures_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):

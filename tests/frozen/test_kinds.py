@@ -177,7 +177,7 @@ REFUSED = {
     r"dtype must be float16, .* not torch\.float8": lambda: Frozen(*block_fp8(), kind="block_fp8", dtype=F8),
     r"is not quantised yet; move its module to its device first": lambda: Frozen(params4bit(device=None)),
     r"is packed for inference .* load the weight again": lambda: Frozen(changed(packing_format_for_cpu=True)),
-    r"takes nf4 and fp4 .* not 'nf3' of torch.bfloat16": lambda: Frozen(changed(quant_type="nf3")),
+    r"must be nf4 or fp4 .* but is 'nf3' of torch.bfloat16": lambda: Frozen(changed(quant_type="nf3")),
     r"has 10240 bytes for a weight of shape \(320, 65\)": lambda: Frozen(changed(shape=(320, 65))),
     r"must be \[out_features, in_features\] .* is \(320, 64\) .* of data \(320, 32\)": lambda: Frozen(relaid()),
     r"with activation_quantization changes its layer's input too, .* quantise weight-only": lambda: Frozen(

@@ -57,7 +57,7 @@ ERRORS = {
     r"cannot be changed in place by aten\.add\.out": lambda w: torch.add(w, 1, out=w),
     r"cannot be changed in place by aten\.max\.dim_max": lambda w: torch.max(torch.ones(2, 2), 0, out=(w, w.long())),
     r"has no gradient, .* train a low-rank update": lambda w: w.requires_grad_(),
-    r"has no address, .* take that of dequantize": lambda w: w.data_ptr(),
+    r"has no address, .* take the address of dequantize": lambda w: w.data_ptr(),
 }
 
 

@@ -127,8 +127,8 @@ def test_what_it_refuses():
     bad.held = nn.Parameter(torch.ones(2)) * 2
     for error, match, *arguments in (
         (TypeError, r"model must be a torch\.nn\.Module, not int", 1, X),
-        (TypeError, "wanted the inputs of a training step", Model()),
-        (ValueError, "two calls in eval mode give two results", Odd("random"), X),
+        (TypeError, "example inputs are missing", Model()),
+        (ValueError, "two calls of the model in eval mode give different", Odd("random"), X),
         (ValueError, "the unmodified model does not run in float64: RuntimeError: no float64", Odd("no float64"), X),
         (ValueError, "the model cannot be copied: ", bad, X),
         (ValueError, "wanted an output with a gradient", Model().requires_grad_(False), X),

@@ -75,7 +75,7 @@ def test_a_model_that_is_converted_and_a_batch():
 
 def test_a_budget_that_the_first_size_does_not_meet():
     model = model_of("llama")
-    with pytest.raises(BudgetError, match="frontier: wanted a step of at most 1 B, but size 2 takes") as error:
+    with pytest.raises(BudgetError, match="frontier: the budget is 1 B, but size 2 takes") as error:
         ckptkern.frontier(model, lambda n: torch.randint(0, 20, (n, 12)), 1, multiple=2)
     assert error.value.least > 1000
     assert not any("forward" in m.__dict__ for m in model.modules()), "converted no more"

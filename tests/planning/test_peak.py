@@ -143,8 +143,8 @@ def test_a_device_that_cannot_be_planned_for():
     on_meta = layers(device="meta"), sequence(device="meta")
     for arguments, options, message in (
         (on_meta, {"device": "tpu"}, "device must be one of h200, h100, a100, not 'tpu'"),
-        ((layers(), sequence()), {"device": "h100"}, "device is of a model on the meta device"),
-        (on_meta, {"budget": None}, "the meta device, which has no memory to fill: wanted a budget"),
+        ((layers(), sequence()), {"device": "h100"}, "device is for a model on the meta device"),
+        (on_meta, {"budget": None}, "the meta device, which has no free memory to plan for. Give a budget"),
     ):
         with pytest.raises(ValueError, match=message):
             ckptkern.plan(*arguments, **{"budget": "1GiB"} | options)

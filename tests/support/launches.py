@@ -30,7 +30,7 @@ def counts(caught: trace.Launch) -> tuple[int, int]:
 def caught_launches(case: str) -> list[trace.Launch]:
     """Triton's launches of a step of ours at "full" on an H200, of a case's first size."""
     benchmark = next(row for row in suite.cases_of("cuda") if row.name.startswith(f"{case}/"))
-    model, x = benchmark.given(torch.device("meta"), cases.DTYPES["cuda"])
+    model, x = benchmark.make(torch.device("meta"), cases.DTYPES["cuda"])
     with trace.as_on(90) as log:
         y = cases.variants(benchmark)["ckptkern full"](model, x)(x)
         y.backward(torch.empty_like(y))

@@ -236,7 +236,7 @@ def test_a_parameter_that_forward_writes_is_named() -> None:
     ("call", "error", "message"),
     [
         (lambda: ckptkern.warm_up(torch.relu, torch.ones(2)), TypeError, "must be a torch.nn.Module, not builtin"),
-        (lambda: ckptkern.warm_up(nn.ReLU()), ValueError, "wanted the inputs of a training step"),
+        (lambda: ckptkern.warm_up(nn.ReLU()), ValueError, "example inputs are missing"),
         (lambda: ckptkern.warm_up(nn.ReLU(), torch.ones(2)), ValueError, "warm_up: wanted an output with a gradient"),
         (lambda: ckptkern.warm_up(nn.LazyLinear(2), torch.ones(1, 2)), ValueError, "a lazy module has no parameters"),
     ],
