@@ -52,16 +52,16 @@ def converted():
     return model
 
 
-def plan(model=None, *given, **options):
+def plan(model=None, *args, **options):
     pytest.importorskip("scipy")
-    return ckptkern.plan(model or Model(), *(given or (X,)), **options)
+    return ckptkern.plan(model or Model(), *(args or (X,)), **options)
 
 
 STEPS = {
     "convert": ckptkern.convert,
     "certify": ckptkern.certify,
     "report": ckptkern.report,
-    "plan": lambda *given, **named: plan(*given, saved="1GiB", **named),
+    "plan": lambda *args, **named: plan(*args, saved="1GiB", **named),
 }
 CALLS = {
     "workspace=1.5": (lambda: convert(workspace=1.5), ValueError, "positive number of bytes or a string like '64MiB', not 1.5"),
@@ -116,14 +116,14 @@ def test_a_wrong_call_names_the_remedy(name):
 def test_a_model_of_which_no_step_runs(name):
     run = STEPS[name]
     with torch.inference_mode():
-        made, x = Model(), X.clone()
+        model, x = Model(), X.clone()
     for error, message, call in (
         (
             RuntimeError,
             rf"{name}: torch\.inference_mode\(\) is on, .* outside of it",
             in_inference(lambda: run(Model(), X)),
         ),
-        (RuntimeError, rf"{name}: a parameter or input was made in torch\.inference_mode", lambda: run(made, X)),
+        (RuntimeError, rf"{name}: a parameter or input was made in torch\.inference_mode", lambda: run(model, X)),
         (RuntimeError, r"pass its clone\(\)", lambda: run(Model(), x)),
         (
             ValueError,

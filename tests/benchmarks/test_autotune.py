@@ -101,7 +101,7 @@ def row(impl: str, ms: float) -> measure.Row:
 
 def timed(features: int, **ms: float) -> autotune.Outcome:
     problem = PROBLEM._replace(features=features, out=features)
-    return autotune.Outcome(problem, "library", {name: row(name, one) for name, one in ms.items()})
+    return autotune.Outcome(problem, "library", {name: row(name, time) for name, time in ms.items()})
 
 
 @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ def test_the_matmuls_of_a_model(tmp_path, kernels_are_quicker, capsys):
     """Of its ops that have a choice: a chain of narrow layers has none."""
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
-    found = autotune.of_model(f"{file}:build")
-    assert found == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
+    problems = autotune.of_model(f"{file}:build")
+    assert problems == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
     parser = argparse.ArgumentParser()
     autotune.add_arguments(parser)
     asked = parser.parse_args(["--model", f"{file}:build", "--tokens", "9", "--dtype", "bf16"])
-    assert autotune.problems(asked, CPU) == [autotune.Problem(*one[:4], BF16, 9) for one in found]
+    assert autotune.problems(asked, CPU) == [autotune.Problem(*problem[:4], BF16, 9) for problem in problems]
     assert main(["autotune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
     assert "--ops cannot be combined with it" in capsys.readouterr().err
     assert main(["autotune", "--model", f"{file}:plain"]) == 2
@@ -355,10 +355,10 @@ def test_the_next_run_begins_with_what_is_left(kernels_are_quicker, monkeypatch,
     quick, seconds, reached = autotune.timed, [0.0], []
     monkeypatch.setattr(autotune, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
 
-    def timed(problem, *given):
+    def timed(problem, *args):
         reached.append(problem.features)
         seconds[0] += 61
-        return quick(problem, *given)
+        return quick(problem, *args)
 
     monkeypatch.setattr(autotune, "timed", timed)
     arguments = ["--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40,300x40", "--tokens", "16", "--minutes", "1"]
@@ -386,12 +386,12 @@ def test_what_is_measured_by_default(two_routes):
     """The most valuable first: bfloat16, 2048 features."""
     parser = argparse.ArgumentParser()
     autotune.add_arguments(parser)
-    found = autotune.problems(parser.parse_args([]), CPU)
-    assert found[0] == autotune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
-    assert len(set(found)) == len(found) == 3 * 5 * 2
-    assert [(one.dtype, one.tokens) for one in found[::15]] == [(BF16, 8192), (FP16, 8192)]
+    problems = autotune.problems(parser.parse_args([]), CPU)
+    assert problems[0] == autotune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
+    assert len(set(problems)) == len(problems) == 3 * 5 * 2
+    assert [(problem.dtype, problem.tokens) for problem in problems[::15]] == [(BF16, 8192), (FP16, 8192)]
     others = autotune.problems(parser.parse_args(["--tokens", "9", "--dtype", "fp32", "bf16"]), CPU)
-    assert [(one.dtype, one.tokens) for one in others[::15]] == [(torch.float32, 9), (BF16, 9)]
+    assert [(problem.dtype, problem.tokens) for problem in others[::15]] == [(torch.float32, 9), (BF16, 9)]
 
 
 def test_an_older_table_is_made_anew(kernels_are_quicker, capsys):

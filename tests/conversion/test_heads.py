@@ -50,9 +50,9 @@ class LM(nn.Module):
 
 
 def ids(seed=0, length=S):
-    made = torch.randint(0, V, (B, length), generator=torch.Generator().manual_seed(seed))
-    made[0, 4] = 3
-    return made
+    tokens = torch.randint(0, V, (B, length), generator=torch.Generator().manual_seed(seed))
+    tokens[0, 4] = 3
+    return tokens
 
 
 def model_of(loss=flat, **options):
@@ -85,9 +85,9 @@ def step(model, seed=2, length=S, **options):
 
 
 def keeps_logits(model):
-    with saved_tensors([*model.parameters(), model.class_weights]) as found:
+    with saved_tensors([*model.parameters(), model.class_weights]) as saved:
         model(ids(), ids(1))
-    return any(V in shape and shape.numel() > V for shape, _, _ in found.tensors)
+    return any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors)
 
 
 def assert_same_step(ours, theirs):
@@ -265,26 +265,26 @@ BEFORE = OWN_FORWARD | {
 LATER |= BEFORE | {"another layer": lambda model: setattr(model, "head", nn.Linear(WIDTH, V))}
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_a_later_change_counts(what):
+@pytest.mark.parametrize("change", LATER)
+def test_a_later_change_counts(change):
     ours, theirs = converted_pair(tied=False)
     for model in (ours, theirs):
         torch.manual_seed(1)
-        LATER[what](model)
+        LATER[change](model)
     assert_same_step(ours, theirs)
-    assert type(ours.head(ours.hidden(ids()))) is not Logits or what not in OWN_FORWARD
+    assert type(ours.head(ours.hidden(ids()))) is not Logits or change not in OWN_FORWARD
 
 
-@pytest.mark.parametrize("what", BEFORE)
-def test_what_was_there_before_is_read(what):
+@pytest.mark.parametrize("change", BEFORE)
+def test_what_was_there_before_is_read(change):
     ours, theirs = model_of(tied=False), model_of(tied=False)
     for model in (ours, theirs):
         torch.manual_seed(1)
-        BEFORE[what](model)
+        BEFORE[change](model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         conversion = ckptkern.convert(ours, ids(), ids(1))
-    assert [row.name for row in conversion.converted] == (["head"] if what in ("a frozen head", "LoRA") else [])
+    assert [row.name for row in conversion.converted] == (["head"] if change in ("a frozen head", "LoRA") else [])
     assert_same_step(ours, theirs)
 
 

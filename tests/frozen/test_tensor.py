@@ -47,9 +47,9 @@ def test_other_operations_dequantise():
     frozen, dense = make()
     x = {"x": torch.linspace(-1, 1, 30).view(3, 10).requires_grad_()}
     assert_same(*(gradients(lambda t, w=w: F.linear(t["x"], w), x) for w in (frozen, dense)))
-    for made, wanted in ((frozen + 1, dense + 1), (frozen.sum(), dense.sum()), (frozen.cpu().clone(), dense)):
-        assert type(made) is torch.Tensor
-        assert torch.equal(made, wanted)
+    for actual, wanted in ((frozen + 1, dense + 1), (frozen.sum(), dense.sum()), (frozen.cpu().clone(), dense)):
+        assert type(actual) is torch.Tensor
+        assert torch.equal(actual, wanted)
 
 
 ERRORS = {

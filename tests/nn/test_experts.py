@@ -139,4 +139,4 @@ def test_interface_refuses_experts_of_another_kind():
             forward(make(), *data())
     module = Theirs()
     for module.act_fn in (nn.GELU(), nn.SiLU()):
-        torch.testing.assert_close(forward(module, *(given := data())), module(*given))
+        torch.testing.assert_close(forward(module, *(inputs := data())), module(*inputs))

@@ -150,7 +150,7 @@ def test_reentrant_is_said_once():
             checkpoint(torch.sin, x, **options)
             for options in ({}, {"use_reentrant": None}, *[{"use_reentrant": True}] * 2)
         ]
-    assert ["use_reentrant=True runs as use_reentrant=False" in str(one.message) for one in caught] == [True]
+    assert ["use_reentrant=True runs as use_reentrant=False" in str(warning.message) for warning in caught] == [True]
     for y in ys:
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], x.detach().cos())
 

@@ -37,11 +37,11 @@ def assert_same(y, expected, *trained, cut=lambda y: y):
     assert y.requires_grad == expected.requires_grad == bool(trained)
     if trained:
         dy = torch.randn_like(cut(y))
-        found, again, wanted = (
-            torch.autograd.grad(cut(one), trained, dy, retain_graph=True) for one in (y, y, expected)
+        actual, again, wanted = (
+            torch.autograd.grad(cut(output), trained, dy, retain_graph=True) for output in (y, y, expected)
         )
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(again, found, rtol=0, atol=0)
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(again, actual, rtol=0, atol=0)
 
 
 # -- the same function ------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_peak_is_input_output_gradients_and_workspace(name):
     # sums and a chunk's; of 16 bits also its cast and matmuls' float32 copies
     gradients = (8 if dtype == torch.bfloat16 else 2) * sum(p.nbytes for p in fn.parameters())
     states = 4096 * 128  # random state of each chunk
-    assert [one[2] for one in saved.tensors] == [x.nbytes]
+    assert [row[2] for row in saved.tensors] == [x.nbytes]
     assert y.nbytes <= forward.bytes <= y.nbytes + workspace + states
     assert x.nbytes <= backward.bytes <= x.nbytes + workspace + gradients
     assert name != "norm" or backward.bytes < 2 * x.nbytes, "two gradients of the input"

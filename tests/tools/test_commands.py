@@ -77,8 +77,8 @@ def test_convert_of_other_inputs_and_layers(arguments, checkpoints, file, capsys
 def test_report(file, tmp_path, capsys):
     pytest.importorskip("scipy")
     out, figure = tmp_path / "rows.csv", tmp_path / "memory.png"
-    given = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--saved", "256B"]
-    assert main(given) == 0
+    arguments = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--saved", "256B"]
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "eager PyTorch" in text
     assert "saved: 128 B of a budget of 256 B" in text
