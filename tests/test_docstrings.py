@@ -1,4 +1,4 @@
-"""Docstrings begin with a verb, and names say what they hold: of the package, its kernels, benchmarks and examples."""
+"""Docstrings of the package, its kernels, benchmarks and examples begin with a verb; names, also in tests, say what they hold."""
 
 import ast
 import re
@@ -62,14 +62,10 @@ def vague(tree: ast.Module) -> list[tuple[int, str]]:
     return [(line, name) for line, name in bound if name in VAGUE]
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[str, ast.Module]:
-    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
-
-
-@pytest.mark.parametrize("check", [faults, vague])
-def test_docstrings_begin_with_a_verb_and_names_say_what_they_hold(check, trees):
+@pytest.mark.parametrize(("check", "folders"), [(faults, FOLDERS), (vague, (*FOLDERS, "tests"))])
+def test_docstrings_begin_with_a_verb_and_names_say_what_they_hold(check, folders):
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
     wrong = [f"{name}:{': '.join(map(str, row))}" for name, tree in trees.items() for row in check(tree)]
     if len(wrong) > ALLOWED:
         pytest.fail("\n".join([f"{len(wrong)} (at most {ALLOWED}):", *sorted(wrong)]), pytrace=False)
