@@ -1,4 +1,4 @@
-"""Docstrings of the package, its kernels, benchmarks and examples begin with a verb; names, also in tests, say what they hold."""
+"""Docstrings of the package, kernels, benchmarks and examples begin with a verb; names, also in tests, say what they hold."""
 
 import ast
 import re
