@@ -29,14 +29,14 @@ HEAD has the tag {tags}, and ckptkern/__init__.py says {release}. Set __version_
 
 
 def git(*arguments: str) -> str:
-    """Returns what git says of this checkout; raises OSError or CalledProcessError where it says nothing."""
+    """Returns git's output for this checkout. Raises OSError or CalledProcessError if there is none."""
     command = ["git", "-C", str(TREE), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def version() -> str:
     """Returns __version__ at its own tag, v and the number, and where there is no git; else .dev and the number of commits,
-    which an index accepts, as it does not a local version."""
+    because an index does not accept a local version."""
     if (TREE / "PKG-INFO").exists():  # an sdist
         return email.message_from_string((TREE / "PKG-INFO").read_text())["Version"]
     release = re.search(r'^__version__ = "(.+)"$', (TREE / "ckptkern/__init__.py").read_text(), re.MULTILINE)[1]
@@ -55,10 +55,10 @@ def version() -> str:
 
 
 class BuildPy(build_py):
-    """Writes the version that is built into the copy of ckptkern/__init__.py."""
+    """Writes the built version into the copy of ckptkern/__init__.py."""
 
     def build_module(self, module, module_file, package):
-        """Copies a module, and the version into the package's own."""
+        """Copies a module, and writes the version into the package's own."""
         copy, copied = super().build_module(module, module_file, package)
         if (package, module) == ("ckptkern", "__init__") and copied:
             line = f'__version__ = "{self.distribution.get_version()}"'

@@ -1,4 +1,4 @@
-"""Other implementations of what the cases measure, each as a maker `(model, x) -> function` on the model's own parameters.
+"""Defines baselines of the cases, each a maker `(model, x) -> function` on the model's own parameters.
 
 A maker that raises ImportError is reported as missing: its library is not installed, or it needs a GPU.
 """
@@ -29,7 +29,7 @@ Maker = Callable[[nn.Module, Tensor], Function]
 
 
 def flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
-    """FusedMLP at its checkpoint level 2, which saves x only. No erf GELU."""
+    """Returns flash-attn's FusedMLP at checkpoint level 2, which saves x only. It has no erf GELU."""
     fused_mlp_func = importlib.import_module("flash_attn.ops.fused_dense").fused_mlp_func
     # -1 for GELU, because its authors found the unfused GEMM quicker on H100; ReLU's bit mask needs the fused one
     options = dict(activation=activation, checkpoint_lvl=2, heuristic=0 if activation == "relu" else -1)
@@ -37,33 +37,33 @@ def flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
 
 
 def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
-    """QuACK's recomputing MLP: no biases, no erf GELU."""
+    """Returns QuACK's recomputing MLP, which has no biases and no erf GELU."""
     mlp_func = importlib.import_module("quack.mlp").mlp_func
     return lambda x: mlp_func(x, model.fc1.weight, model.fc2.weight, activation, recompute=True)
 
 
 def _liger(module: str, name: str, x: Tensor) -> Any:
-    """A function of liger_kernel.ops. Its kernels are Triton's."""
-    found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    """Returns a function of liger_kernel.ops, whose kernels are Triton's."""
+    function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     if not (x.is_cuda or importlib.import_module("triton").knobs.runtime.interpret):
         raise ImportError("liger-kernel runs on a GPU only")
-    return found
+    return function
 
 
 def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
-    """Liger's SwiGLU: torch's matmuls around one kernel that recomputes silu(g) in backward."""
+    """Returns Liger's SwiGLU: torch's matmuls around one kernel that recomputes silu(g) in backward."""
     silu_mul = _liger("swiglu", "LigerSiLUMulFunction", x)
     return lambda x: model.down(silu_mul.apply(model.gate(x), model.up(x)))
 
 
 def liger_tiled(model: nn.Module, x: Tensor) -> Function:
-    """Liger's and DeepSpeed's tiled MLP: each tile runs once more in backward, ceil(tokens / width) tiles."""
+    """Returns Liger's and DeepSpeed's tiled MLP: ceil(tokens / width) tiles, each of which runs once more in backward."""
     tiled = importlib.import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
     return lambda x: tiled(lambda module, tile: module(tile), model, x)
 
 
 def liger_layer(model: LlamaLayer, x: Tensor) -> Function:
-    """A Llama layer as Liger patches it: its RMSNorm, rotary embedding and SwiGLU, and torch's matmuls and attention."""
+    """Returns a Llama layer as Liger patches it: its RMSNorm, rotary embedding and SwiGLU, torch's matmuls and attention."""
     rms_norm, rope = _liger("rms_norm", "LigerRMSNormFunction", x), _liger("rope", "LigerRopeFunction", x)
     attention, block = model.attention, model.block
     swiglu = liger_swiglu(block.mlp, x)
@@ -78,7 +78,7 @@ def liger_layer(model: LlamaLayer, x: Tensor) -> Function:
 
 
 def liger_moe(model: MoE, x: Tensor) -> Function:
-    """Liger's fused experts, which save gate and up of each token-expert pair."""
+    """Returns Liger's fused experts, which save gate and up of each token-expert pair."""
     fused = _liger("fused_moe", "LigerFusedMoEFunction", x)
     keep_largest_tiles()
 
@@ -90,8 +90,8 @@ def liger_moe(model: MoE, x: Tensor) -> Function:
 
 
 def keep_largest_tiles() -> None:
-    """Leaves, of the 200 configurations over which Liger's kernels of experts autotune, a second each, those with the largest
-    tiles of a matmul and at most 4 stages, and of another kernel the one that Liger takes without autotuning."""
+    """Leaves few of the 200 configurations that Liger's expert kernels autotune, a second each: of matmuls those with the
+    largest tiles and at most 4 stages, of other kernels the one that Liger takes without autotuning."""
     kernels = importlib.import_module("liger_kernel.ops.fused_moe_kernels")
     pinned = {"BLOCK_H": 128, "BLOCK_K": 4}
     for kernel in vars(kernels).values():
@@ -104,7 +104,7 @@ def keep_largest_tiles() -> None:
 
 
 def experts_by_turns(model: MoE, x: Tensor) -> Function:
-    """A loop over experts. The host knows their rows, which it would have to read from a router's device."""
+    """Returns a loop over experts. The host knows their rows, which it would have to read from a router's device."""
     return model.interleaved
 
 
@@ -112,7 +112,7 @@ def experts_by_turns(model: MoE, x: Tensor) -> Function:
 
 
 def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
-    """torch's linear_cross_entropy in chunks of tokens, from 2.13 on."""
+    """Returns torch's linear_cross_entropy in chunks of tokens, from 2.13 on."""
     options = getattr(nn, "LinearCrossEntropyOptions", None)
     if options is None:
         raise ImportError("this torch has no nn.LinearCrossEntropyOptions")
@@ -129,7 +129,7 @@ def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
 
 
 def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:
-    """Apple's, without its filter of small gradients, which is not exact."""
+    """Returns Apple's cut cross-entropy without its filter of small gradients, which is not exact."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     head = model.linear
     bias = {} if head.bias is None else {"bias": head.bias}  # its releases do not know the argument
@@ -141,7 +141,8 @@ def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:
 
 
 def liger_loss(model: LMHeadLoss, x: Tensor) -> Function:
-    """Liger's fused loss: gradients are formed in forward for a mean, in backward with the logits once more for each row's."""
+    """Returns Liger's fused loss. It computes gradients in forward for a mean, and in backward from recomputed logits for
+    each row's loss."""
     fused = _liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", x)
     head = model.linear
 
@@ -153,13 +154,14 @@ def liger_loss(model: LMHeadLoss, x: Tensor) -> Function:
 
 
 def liger_distillation(model: Distillation, x: Tensor) -> Function:
-    """Liger's fused Jensen-Shannon divergence at beta = 0, which is the mean KL divergence from the teacher. No biases."""
+    """Returns Liger's fused Jensen-Shannon divergence at beta = 0, the mean KL divergence from the teacher. It has no
+    biases."""
     fused = _liger("fused_linear_jsd", "LigerFusedLinearJSDFunction", x)
     return lambda x: fused.apply(x, model.linear.weight, x.detach(), model.teacher.weight, None, 0.0)
 
 
 def in_chunks(rows: int) -> Maker:
-    """So many rows at a time in torch.utils.checkpoint, as trainers write it themselves."""
+    """Returns a loop of torch.utils.checkpoint over chunks of `rows`, as trainers write it themselves."""
     return lambda model, x: lambda x: model.reduced(model.chunked(x, rows))
 
 
@@ -167,7 +169,7 @@ def in_chunks(rows: int) -> Maker:
 
 
 def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
-    """Eager with torch's flash attention instead of torch's own choice, which is cuDNN's on Hopper."""
+    """Returns the model with torch's flash attention instead of torch's own choice, which is cuDNN's on Hopper."""
     if not x.is_cuda:
         raise ImportError("SDPA has several fused backends on CUDA only")
 
@@ -179,7 +181,7 @@ def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
 
 
 def own_core(model: nn.Module, x: Tensor) -> Function:
-    """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for core attention."""
+    """Returns ckptkern's op at "selective" with Triton kernels only, even where the table prefers torch's core attention."""
     if not x.is_cuda:
         raise ImportError("the core is one of several on CUDA only")
 
@@ -197,7 +199,7 @@ SDPA_FORWARDS = tuple(
 
 
 class SelectiveCheckpoint:
-    """torch.utils.checkpoint that runs everything again except core attention, whichever kernel runs it."""
+    """torch.utils.checkpoint that recomputes everything except core attention, whichever kernel runs it."""
 
     def __init__(self, model: nn.Module, x: Tensor):
         self.model, self.saved = model, None
@@ -211,8 +213,8 @@ class SelectiveCheckpoint:
         return checkpoint(self.model, x, use_reentrant=False, context_fn=self.contexts)
 
     def unseen_bytes(self) -> int:
-        """Bytes that the last call saves out of sight of saved-tensor hooks."""
-        tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
+        """Returns the bytes that the last call saves out of sight of saved-tensor hooks."""
+        tensors = [leaf.val for leaf in tree_leaves(dict(self.saved)) if isinstance(getattr(leaf, "val", None), Tensor)]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -244,6 +246,6 @@ def checkpoint_options(*saves: Any) -> dict[str, Any]:
 
 
 def checkpointed(model: nn.Module, *saves: Any) -> nn.Module:
-    """Makes an activation checkpoint of each layer. saves: as of `checkpoint_options`."""
+    """Makes an activation checkpoint of each layer. saves: as in `checkpoint_options`."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_options(*saves))
     return model

@@ -1,10 +1,10 @@
-"""A benchmark case: a model in PyTorch, ours on the same parameters, and the variants in which every case is measured.
+"""Defines a benchmark case: a model in PyTorch, ckptkern's on the same parameters, and the variants in which it is measured.
 
-A variant is a name and a maker `(model, x) -> function`, whose function takes x to y with the model's own parameters. So
-all variants are checked against one float64 copy of the model and share its weights.
+A variant is a name and a maker `(model, x) -> function`; the function computes y from x with the model's own parameters. So all
+variants share the model's weights, and are checked against one float64 copy.
 
-Attention and layers with dropout are checked without it and timed with it, because every variant samples its own masks. tests/
-checks that masks are replayed and follow their definition.
+Models with dropout are checked without it and timed with it, because every variant samples its own masks. tests/ checks the
+masks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..memory import format_size, parse_size
 from .baselines import Function, Maker
 
 MODES = ("none", "selective", "full")
-BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
+BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # further modes of a layer
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 HEADLINE = 1  # the last priority of the first figures: each op, and the most important at d = 1024 and 4096
 
 
 class Figure(NamedTuple):
-    """What others published of a case. variant: with the GPU. source: with what was measured. peak, saved: in bytes."""
+    """A published figure of a case. variant: with the GPU. source: with what was measured. peak, saved: in bytes."""
 
     variant: str
     source: str
@@ -41,26 +41,26 @@ class Figure(NamedTuple):
 
 
 def ours(model: nn.Module, mode: str) -> Function:
-    """A model of `models` by ckptkern."""
+    """Returns a model of `models` by ckptkern."""
     return functools.partial(model.ours, mode=mode)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A benchmark case.
 
-    given    (device, dtype or None) -> (model, x): the reference module, eager PyTorch, and its input
+    make     (device, dtype or None) -> (model, x): the reference module, eager PyTorch, and its input
     ours     (model, mode) -> the same function by ckptkern, on the model's parameters
-    priority lower runs first, up to HEADLINE apart from the others
+    priority lower runs first; up to HEADLINE before all others
     baselines   further variants; a maker that raises ImportError is reported as missing
-    drops    has dropout: checked with the model in evaluation, timed in training
-    dtype    None: the device's own, of DTYPES
-    workspace   bytes, in which variants of ckptkern run that have none of their own; their names then say it
-    figures  what others published of it
+    drops    has dropout: checked in evaluation, timed in training
+    dtype    None: the device's, from DTYPES
+    workspace   bytes for variants of ckptkern without a size of their own; their names then say it
+    figures  published by others
     """
 
     name: str
-    given: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]]
+    make: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]]
     ours: Callable[[nn.Module, str], Function] = ours
     priority: int = 0
     modes: Sequence[str] = MODES
@@ -74,7 +74,7 @@ class Case:
 def random_case(
     model: Callable[[], nn.Module], shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None
 ) -> tuple[nn.Module, Tensor]:
-    """Returns a model with random parameters and a random x of a shape, which needs a gradient."""
+    """Returns a model with random parameters and a random x [shape] that requires a gradient."""
     dtype = dtype or DTYPES[device.type]
     with device:  # where billions of random numbers take no time
         built = model().to(device, dtype)
@@ -82,9 +82,9 @@ def random_case(
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """Returns (model, x, dy), in the case's dtype. The model is as variants are checked: in evaluation if it has dropout."""
+    """Returns (model, x, dy) in the case's dtype. The model is in evaluation if it has dropout, as variants are checked."""
     torch.manual_seed(seed)
-    model, x = case.given(device, case.dtype)
+    model, x = case.make(device, case.dtype)
     model.train(not case.drops)
     with seeded(), unmoved(model):
         y = model(x).detach()
@@ -103,7 +103,7 @@ def _checkpoint(use_reentrant: bool, model: nn.Module, x: Tensor) -> Function:
 
 
 def _compiled(budget: float, checkpointed: bool, model: nn.Module, x: Tensor) -> Function:
-    """torch.compile. budget: the partitioner's, which reads it when it traces: here, not at every call."""
+    """Compiles the model. budget: the partitioner's, which it reads when it traces: here, not at every call."""
     import torch._functorch.config as config
 
     inner = _checkpoint(False, model, x) if checkpointed else model
@@ -136,18 +136,18 @@ FIRST_COMPILED = ("compile", "compile, budget 0")  # of the first figures: a com
 
 
 def variants(case: Case) -> dict[str, Maker]:
-    """All variants of a case by name, eager first, except those of torch.compile."""
-    found: dict[str, Maker] = {EAGER: eager, CHECKPOINT: functools.partial(_checkpoint, False)}
+    """Returns all variants of a case by name, eager first, except those of torch.compile."""
+    makers: dict[str, Maker] = {EAGER: eager, CHECKPOINT: functools.partial(_checkpoint, False)}
     for mode in case.modes:
-        found[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
-    found |= case.baselines
+        makers[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
+    makers |= case.baselines
     if case.workspace:
-        found = dict(_within(case.workspace, name, make) for name, make in found.items())
-    return {**found, REENTRANT: functools.partial(_checkpoint, True)}  # last, because a run may end within a case
+        makers = dict(_within(case.workspace, name, make) for name, make in makers.items())
+    return {**makers, REENTRANT: functools.partial(_checkpoint, True)}  # last, because a run may end within a case
 
 
 class Within(NamedTuple):
-    """A maker of a variant whose forward and backward run within a workspace, in bytes."""
+    """A maker whose variant's forward and backward run within a workspace, in bytes."""
 
     workspace: int
     make: Maker
@@ -157,7 +157,7 @@ class Within(NamedTuple):
 
 
 def _within(size: int, name: str, make: Maker) -> tuple[str, Maker]:
-    """Returns the name with the size and the maker within it; as they are if not ckptkern's, or with a size of its own."""
+    """Returns the name with the size and the maker within it; unchanged if not ckptkern's, or if it has a size of its own."""
     if not name.startswith("ckptkern") or ", " in name:
         return name, make
     text = format_size(size)

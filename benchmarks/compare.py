@@ -1,4 +1,4 @@
-"""Two runs of the benchmark side by side: which times moved beyond noise, and which bytes changed at all."""
+"""Compares two runs of the benchmark: which times moved beyond noise, and which bytes changed at all."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Key = tuple[str, str, str]
 
 
 class Run(NamedTuple):
-    """The rows of a results.csv by (case, variant, dtype), and what its env.json says that times depend on."""
+    """The rows of a results.csv by (case, variant, dtype), and the facts of its env.json on which times depend."""
 
     rows: dict[Key, dict[str, str]]
     setting: dict[str, str]
 
 
 def read(path: Path) -> Run:
-    """A results.csv and the env.json beside it. Raises ValueError if it is none."""
+    """Returns a results.csv and the env.json beside it. Raises ValueError for another file."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -48,7 +48,7 @@ def read(path: Path) -> Run:
 
 
 def setting_of(env: dict) -> dict[str, str]:
-    """What an env.json says that times depend on."""
+    """Returns the facts of an env.json on which times depend."""
     versions = env.get("versions", {})
     return {"device": env.get("device", "unknown")} | {
         name: str(versions.get(name, "unknown")) for name in ("torch", "triton")
@@ -56,8 +56,8 @@ def setting_of(env: dict) -> dict[str, str]:
 
 
 def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, float, float] | None:
-    """(a variant's time, from, to): over eager's, or of eager itself in ms. None if it was not timed."""
-    if eager is None or not all(one[field] for one in (row, eager) for field in ("ms", "p20_ms", "p80_ms")):
+    """Returns a variant's time and its range, over eager's or, for eager itself, in ms. Returns None if it was not timed."""
+    if eager is None or not all(timed[field] for timed in (row, eager) for field in ("ms", "p20_ms", "p80_ms")):
         return None
     ms, low, high = (float(row[field]) for field in ("ms", "p20_ms", "p80_ms"))
     if row["variant"] == EAGER:
@@ -69,7 +69,7 @@ def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, floa
 def _time(
     old: tuple[float, float, float] | None, new: tuple[float, float, float] | None, unit: str
 ) -> tuple[str, str, str]:
-    before, now = ("–" if one is None else f"{one[0]:.3g}{unit}" for one in (old, new))
+    before, now = ("–" if times is None else f"{times[0]:.3g}{unit}" for times in (old, new))
     if old is None or new is None:
         return before, now, ""
     if old[1] <= new[2] and new[1] <= old[2]:
@@ -82,7 +82,7 @@ def _bytes(text: str) -> str:
 
 
 def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """What a variant saves or peaks at, where it is another figure than before."""
+    """Returns a variant's saved and peak bytes where they changed."""
     return [
         f"{name} {_bytes(old[field])} -> {_bytes(new[field])}"
         for name, field in (("saved", "saved_bytes"), ("peak", "peak_bytes"))
@@ -91,8 +91,8 @@ def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def compare(old: Run, new: Run) -> str:
-    """A Markdown table with a line per (case, variant) of both runs. Times are left out if the runs had another device
-    or torch."""
+    """Returns a Markdown table with a line per (case, variant) of both runs. Times are left out if the device or torch
+    differ."""
     other = [
         f"{name}: {value}, now {new.setting[name]}"
         for name, value in old.setting.items()

@@ -1,4 +1,4 @@
-"""Runs launchers without a GPU: as on any compute capability, with a function in place of every launch."""
+"""Runs launchers without a GPU, as on any compute capability, with a function in place of every launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def instead_of_launches(run: Callable, arch: int) -> Iterator[None]:
-    """`run(kernel, grid, args, kwargs)` in place of every launch; launchers choose as on compute capability `arch`."""
+    """Calls `run(kernel, grid, args, kwargs)` in place of every launch. Launchers choose as on compute capability `arch`."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -35,7 +35,7 @@ def instead_of_launches(run: Callable, arch: int) -> Iterator[None]:
 
 
 class Chip(NamedTuple):
-    """A GPU as launchers see it: its compute capability, SMs, bytes of shared memory that a block may have, and of memory."""
+    """A GPU as launchers see it: compute capability, SMs, bytes of shared memory per block, and bytes of memory."""
 
     arch: int
     sms: int
@@ -44,13 +44,13 @@ class Chip(NamedTuple):
 
 
 def _always(answer: Any) -> Callable:
-    """Returns a function that holds no argument, as a Mock would."""
+    """Returns a function that returns `answer` and, unlike a Mock, holds no argument."""
     return lambda *args, **kwargs: answer
 
 
 @contextlib.contextmanager
 def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
-    """Lets meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks and allocate as there, and
+    """Lets meta tensors pass for tensors on a GPU: ops choose backend, tiles and chunks and allocate as there, and
     `run(kernel, grid, args, kwargs)` is called in place of every launch. chip: has a Chip's attributes."""
     from .. import triton_kernels  # noqa: F401  (patched below: has to be there)
     from ..ops.attention import core

@@ -1,4 +1,4 @@
-"""``python -m ckptkern estimate CONFIG``: what a language model's training step takes, in each way to save memory."""
+"""Estimates a language model's training step in each way to save memory: ``python -m ckptkern estimate CONFIG``."""
 
 from __future__ import annotations
 
@@ -30,39 +30,40 @@ from .estimate_model import (
 from .estimate_variants import SLOW, VARIANTS, count_all, longest
 
 HELP = """\
-CONFIG is a config.json of transformers, or a folder that has one. Nothing is
-downloaded, computed or measured: the model is built on the meta device, few of
-its layers run there in each variant, and what their ops allocate is counted.
+examples:
+  python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
+  python -m ckptkern estimate config.json --tokens 16384 --lora 16
 
-  peak     of a step, above parameters, gradients and optimizer's states
-  all      with these, of which each of --ranks GPUs has an equal shard
-  saved    what is there between forward and backward
+Nothing is downloaded, computed or measured: the model is built on the meta
+device, a few of its layers run there in each variant, and the allocations of
+their ops are counted. The columns:
+
+  peak     of a step, above parameters, gradients and optimizer states
+  all      peak with these, of which each of --ranks GPUs has an equal shard
+  saved    bytes between forward and backward
   PFLOP    of the step's matmuls
-  longest  tokens of a sequence with which all fits --memory: on the line
+  longest  tokens of the longest sequence that fits --memory, on the line
            through the peaks of two lengths
 
-"checkpointing" is torch.utils.checkpoint of each layer, as by
-gradient_checkpointing_enable(); "selective" saves the result of
-scaled_dot_product_attention; "chunked loss" has logits in 16 checkpointed
-chunks of tokens; "Liger" has the norms, gated MLPs, rotary embedding and fused
-loss of liger_kernel 0.8.5, as they allocate, and only the loss ("Liger's loss")
-where a layer has no gate_proj, up_proj and down_proj, or norms that are not
-RMSNorm; "bounded" stays within --workspace.
+The variants: "checkpointing" is torch.utils.checkpoint of each layer, as by
+gradient_checkpointing_enable(). "selective" saves the result of
+scaled_dot_product_attention. "chunked loss" has logits in 16 checkpointed
+chunks of tokens. "Liger" allocates as the norms, gated MLPs, rotary embedding
+and fused loss of liger_kernel 0.8.5; it is only the loss ("Liger's loss") if a
+layer has no gate_proj, up_proj and down_proj, or norms other than RMSNorm.
+"bounded" stays within --workspace.
 
---lora R trains low-rank adapters of rank R alone, as peft puts them (LoRA): all
-else is frozen, and has neither gradients nor optimizer's states. They have the
-model's dtype; peft's own, of a 16-bit model, is --lora-dtype float32, which
-autocast computes in 16 bits all the same.
-
-    python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
-    python -m ckptkern estimate config.json --tokens 16384 --lora 16
+--lora R trains only low-rank adapters of rank R, as peft adds them. Everything
+else is frozen, without gradients and optimizer states. The adapters have the
+model's dtype; peft's own dtype in a 16-bit model is --lora-dtype float32, which
+autocast computes in 16 bits.
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
 BASES = ("checkpoint", "checkpoint-liger")
 MARKERS = "osD^vP*"
 EVIDENCE = """\
 counted: bytes and matmuls of every op, on tensors without memory
-measured: nothing here; full fine-tuning on an H200 is in docs/measurements/figures.md
+measured: nothing here; docs/measurements/figures.md has full tuning on an H200
 neither: time, what a library's kernel takes for itself, the allocator's gaps"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -70,51 +71,53 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP
-    parser.add_argument("config", metavar="CONFIG", help="a config.json, or a folder that has one")
-    parser.add_argument("--tokens", type=int, default=8192, help="length of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
+    parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or a folder with one")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per step (default: %(default)s)")
     parser.add_argument(
         "--gpu",
         choices=RATES,
         default="h100",
-        help="whose memory, and as whose kernels ckptkern's ops allocate (default: %(default)s)",
+        help="GPU whose memory and kernels are assumed (default: %(default)s)",
     )
-    parser.add_argument("--memory", help="of a GPU, such as 80GiB (default: what PyTorch reports of the GPU)")
-    parser.add_argument("--layers", default="auto", help="how many the model has (default: auto, the configuration's)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--memory", help="memory of a GPU, such as 80GiB (default: what PyTorch reports for --gpu)")
+    parser.add_argument("--layers", default="auto", help="number of layers (default: auto, the configuration's)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model (default: %(default)s)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train only LoRA adapters of this rank")
     parser.add_argument(
         "--lora-targets",
         metavar="NAMES",
-        help="by commas, of the linear layers that get one, such as q_proj,v_proj "
-        '(default: all linear layers of the decoder layers, as peft\'s "all-linear")',
+        help="linear layers with an adapter, such as q_proj,v_proj "
+        '(default: all of the decoder layers, as peft\'s "all-linear")',
     )
-    parser.add_argument("--lora-dtype", choices=DTYPES, help="of the adapters (default: --dtype's)")
+    parser.add_argument("--lora-dtype", choices=DTYPES, help="dtype of the adapters (default: that of --dtype)")
     parser.add_argument(
         "--optimizer",
         choices=STATES,
         default="adamw",
         metavar="NAME",
-        help="adamw: two states in the parameters' dtype; adamw-8bit: two of a byte; adamw-float32: two and a copy of the "
-        "parameters, of 4 bytes; sgd: none (default: %(default)s)",
+        help="optimizer states: adamw, two in the parameters' dtype; adamw-8bit, two of 1 byte; adamw-float32, two and a copy "
+        "of the parameters of 4 bytes each; sgd, none (default: %(default)s)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, help="GPUs that shard parameters, gradients and states, as FSDP (default: 1)"
+        "--ranks", type=int, default=1, help="GPUs that shard parameters, gradients and states, as in FSDP (default: 1)"
     )
-    parser.add_argument("--workspace", default="1GiB", help="of the bounded variants (default: %(default)s)")
-    parser.add_argument("--variants", help=f"by commas, of {', '.join(VARIANTS)} (default: all but {', '.join(SLOW)})")
+    parser.add_argument("--workspace", default="1GiB", help="workspace of the bounded variants (default: %(default)s)")
+    parser.add_argument(
+        "--variants", help=f"variants, separated by commas: {', '.join(VARIANTS)} (default: all but {', '.join(SLOW)})"
+    )
     parser.add_argument(
         "--today",
         choices=VARIANTS,
         metavar="VARIANT",
-        help="the one to compare with (default: checkpointing, without and with Liger, and the lowest peak)",
+        help="variant to compare with (default: checkpointing, without and with Liger, and the lowest peak)",
     )
     parser.add_argument("--csv", type=Path, help="write a row for each variant to this file")
     parser.add_argument("--picture", type=Path, help="draw matmuls against peak into this file (needs matplotlib)")
 
 
 class States(NamedTuple):
-    """Bytes on each GPU that are there when a step begins."""
+    """Bytes on each GPU when a step begins."""
 
     parameters: int
     gradients: int
@@ -126,7 +129,7 @@ class States(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A variant and its step. longest: tokens; is_more: that is as far as they were looked for."""
+    """A variant and its step. longest: tokens. is_more: the search ended there, so that longer ones may fit."""
 
     key: str
     name: str
@@ -142,8 +145,8 @@ class Line(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What is estimated, of what. replaced: (class, what ckptkern replaces it by, or why it does not); original: classes of
-    modules that run their original forward all the same."""
+    """An estimate and its subject. replaced: (class, its replacement by ckptkern, or why there is none). original: classes
+    of modules that run their original forward nevertheless."""
 
     title: list[str]
     states: States
@@ -155,11 +158,11 @@ class Estimate(NamedTuple):
 
 
 def states_of(parameters: Sequence[Tensor], optimizer: str, ranks: int) -> States:
-    """Returns the bytes of each rank's shard. A frozen parameter has neither gradient nor state."""
+    """Returns the bytes of each rank's shard. A frozen parameter has neither gradient nor optimizer state."""
     own, trained = STATES[optimizer], [p for p in parameters if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
     states = 2 * gradients if own is None else own * sum(p.numel() for p in trained)
-    return States(*(math.ceil(one / ranks) for one in (sum(p.nbytes for p in parameters), gradients, states)))
+    return States(*(math.ceil(nbytes / ranks) for nbytes in (sum(p.nbytes for p in parameters), gradients, states)))
 
 
 def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound: int) -> Estimate:
@@ -192,7 +195,7 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
             step.peak,
             memory - states.all,
         )
-        # matmuls inside a kernel of ours are not seen: PyTorch's ops have them too
+        # matmuls inside ckptkern's kernels are not seen, but those of PyTorch's ops are the same
         flops = counted(args.tokens).flops if variant.is_ours else step.flops
         lines.append(Line(key, name, int(step.peak), int(step.saved), flops, most, is_more))
     count, trained = (sum(p.numel() for p in eager.parameters() if p.requires_grad >= only) for only in (False, True))
@@ -207,7 +210,8 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
 
 
 def lora_of(args: argparse.Namespace) -> LoRA | None:
-    """Raises ValueError for a rank that is not positive, and for options of adapters without --lora."""
+    """Returns the adapters of --lora, or None. Raises ValueError for a rank that is not positive, or their options without
+    --lora."""
     if args.lora is None:
         if args.lora_targets or args.lora_dtype:
             raise ValueError("--lora-targets and --lora-dtype go with --lora, the adapters' rank")
@@ -217,7 +221,7 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
 
 
 def set_layers(config: Any, layers: str) -> None:
-    """Raises ValueError for a number that is none."""
+    """Sets the number of layers. Raises ValueError for an invalid one."""
     if layers == "auto":
         return
     if not layers.isdigit() or int(layers) < 1:
@@ -226,7 +230,7 @@ def set_layers(config: Any, layers: str) -> None:
 
 
 def default_workspace(gpu: str) -> int:
-    """That of such a GPU."""
+    """Returns the default workspace of a GPU."""
     return RATES[gpu].memory // 32
 
 
@@ -234,10 +238,11 @@ def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def compared(found: Estimate, today: str | None) -> list[str]:
-    """Sentences: what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without ckptkern."""
-    theirs = {line.key: line for line in found.lines if not line.is_ours}
-    ours = [line for line in found.lines if line.is_ours]
+def compared(estimate: Estimate, today: str | None) -> list[str]:
+    """Returns sentences on what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without
+    ckptkern."""
+    theirs = {line.key: line for line in estimate.lines if not line.is_ours}
+    ours = [line for line in estimate.lines if line.is_ours]
     lowest = min(theirs, key=lambda key: theirs[key].peak, default="")
     bases = [theirs[key] for key in ([today] if today else dict.fromkeys((*BASES, lowest))) if key in theirs]
     told = []
@@ -247,54 +252,54 @@ def compared(found: Estimate, today: str | None) -> list[str]:
             times = {"peak": line.peak / base.peak, "matmuls": line.flops / base.flops}
             if base.longest and not (line.is_more or base.is_more):
                 times["longest"] = line.longest / base.longest
-            told.append(f"  {line.name:26} " + ", ".join(f"{what} x {ratio:.2f}" for what, ratio in times.items()))
+            told.append(f"  {line.name:26} " + ", ".join(f"{figure} x {ratio:.2f}" for figure, ratio in times.items()))
     return told
 
 
-def show(found: Estimate, today: str | None) -> None:
-    states = found.states
+def show(estimate: Estimate, today: str | None) -> None:
+    states = estimate.states
     parts = ", ".join(f"{name} {format_size(value)}" for name, value in states._asdict().items())
-    before = f"{format_size(states.all)} of {format_size(found.memory)} before the step"
+    before = f"{format_size(states.all)} of {format_size(estimate.memory)} before the step"
     table = [("", "peak", "all", "saved", "PFLOP", "longest")]
-    for line in found.lines:
+    for line in estimate.lines:
         sizes = map(format_size, (line.peak, line.peak + states.all, line.saved))
         more = "> " if line.is_more else ""
         table.append(
             (line.name, *sizes, f"{line.flops / 1e15:.3f}", f"{more}{line.longest:,}" if line.longest else "none")
         )
     lines = [
-        *found.title,
+        *estimate.title,
         f"each GPU: {parts}",
         before,
         "",
         *aligned(table, numbers=1),
         "",
-        *compared(found, today),
+        *compared(estimate, today),
         "",
     ]
-    lines += [f"ckptkern replaces {kind} by {by}" for kind, by in found.replaced]
-    lines += [f"{kind} runs its original forward, unfused" for kind in found.original]
-    if hint := found.replaced and missing("triton"):
+    lines += [f"ckptkern replaces {kind} by {by}" for kind, by in estimate.replaced]
+    lines += [f"{kind} runs its original forward, unfused" for kind in estimate.original]
+    if hint := estimate.replaced and missing("triton"):
         lines.append(f"ckptkern's ops allocate as with PyTorch's ops, not as their kernels: {hint}")
-    if found.positions and any(line.longest > found.positions for line in found.lines):
-        lines.append(f"the configuration has {found.positions:,} positions: longer sequences need another one")
+    if estimate.positions and any(line.longest > estimate.positions for line in estimate.lines):
+        lines.append(f"the configuration has {estimate.positions:,} positions: longer sequences need another one")
     print("\n".join([*lines, "", EVIDENCE]))
 
 
-def draw(found: Estimate, path: Path) -> None:
+def draw(estimate: Estimate, path: Path) -> None:
     """Draws matmuls against peak; below and left is better."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes, markers = figure.subplots(), {True: iter(MARKERS), False: iter(MARKERS)}
-    for line in found.lines:
+    for line in estimate.lines:
         colour, marker = "#0b6e7f" if line.is_ours else "#e08214", next(markers[line.is_ours])
         axes.plot(line.peak / 2**30, line.flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=line.name)
     axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set_title("\n".join(found.title), loc="left", fontsize=9)
+    axes.set_title("\n".join(estimate.title), loc="left", fontsize=9)
     axes.margins(x=0.1, y=0.15)
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
@@ -307,22 +312,22 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(hint)
         keys = args.variants.split(",") if args.variants else [key for key in VARIANTS if key not in SLOW]
         if unknown := [key for key in keys if key not in VARIANTS]:
-            raise ValueError(f"--variants: {', '.join(unknown)} is none of {', '.join(VARIANTS)}")
+            raise ValueError(f"--variants: unknown {', '.join(unknown)}; choose from {', '.join(VARIANTS)}")
         for name in ("tokens", "batch", "ranks", "lora"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name}: wanted a positive number but got {getattr(args, name)}")
-        found = estimated(
+        estimate = estimated(
             args, keys, size_of("memory", args.memory, RATES[args.gpu].memory), size_of("workspace", args.workspace, 0)
         )
     except ValueError as error:
         print(f"ckptkern estimate: {error}", file=sys.stderr)
         return 2
-    show(found, args.today)
+    show(estimate, args.today)
     if args.csv:
-        states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
-        write_rows(args.csv, (line._asdict() | states for line in found.lines))
+        states = {f"{name}_bytes": value for name, value in estimate.states._asdict().items()}
+        write_rows(args.csv, (line._asdict() | states for line in estimate.lines))
     if args.picture:
-        draw(found, args.picture)
+        draw(estimate, args.picture)
     return 0
 
 

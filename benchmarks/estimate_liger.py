@@ -1,6 +1,5 @@
-"""Allocates as Liger's kernels do, which do not run on the meta device: what each saves for backward, what it makes and what it
-overwrites, and its matmuls. Nothing else is computed. Line numbers are those of `liger_kernel/ops` in release 0.8.5, on a GPU.
-"""
+"""Allocates as Liger's kernels do, which do not run on the meta device: the tensors that each saves, creates and overwrites,
+and its matmuls. Nothing else is computed. Line numbers are those of `liger_kernel/ops` in release 0.8.5, on a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class RMSNorm(Function):
 
 
 class GatedMLP(Function):
-    """swiglu.py:159-315, geglu.py:81-146. Saves gate and up; backward writes their gradients over them."""
+    """swiglu.py:159-315, geglu.py:81-146. Saves gate and up; backward overwrites them with their gradients."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ class GatedMLP(Function):
 
 
 class Rotary(Function):
-    """rope.py:117-301. Rotates q and k in their places, which are [B, S, H, D], and so their gradients."""
+    """rope.py:117-301. Rotates q and k, which are [B, S, H, D], and their gradients in place."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,13 +67,13 @@ class Rotary(Function):
 
 
 def in_rows(q: Tensor) -> Tensor:
-    """Returns q [B, H, S, D] as it is, or a copy, with the memory of [B, S, H, D]."""
+    """Returns q [B, H, S, D] in the memory layout of [B, S, H, D], copied if need be."""
     return q.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Loss(Function):
-    """fused_linear_cross_entropy.py:46-441. Forms the gradients of x [N, d] and of a trained weight [V, d] in forward, in their
-    dtypes, from logits of a chunk of tokens at a time, and saves them."""
+    """fused_linear_cross_entropy.py:46-441. Computes the gradients of x [N, d] and of a trained weight [V, d] in forward, in
+    their dtypes, from logits of one chunk of tokens at a time, and saves them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -101,10 +100,11 @@ class Loss(Function):
 
 
 def fits(layers: nn.ModuleList) -> bool:
-    """Has each layer an MLP of gate_proj, up_proj and down_proj, and norms that are all RMSNorm? Such layers Liger patches."""
+    """Returns whether each layer has an MLP of gate_proj, up_proj and down_proj, and only RMSNorms: Liger patches such
+    layers."""
 
     def fit(layer: nn.Module) -> bool:
-        norms = [type(one).__name__ for one in layer.modules() if type(one).__name__.endswith("Norm")]
+        norms = [type(module).__name__ for module in layer.modules() if type(module).__name__.endswith("Norm")]
         return all(name.endswith("RMSNorm") for name in norms) and any(map(is_gated, layer.children()))
 
     return all(map(fit, layers))
@@ -116,10 +116,10 @@ def is_gated(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def patched(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
-    """Puts Liger's functions in the place of norms, gated MLPs and the rotary embedding, if the layers fit."""
+    """Replaces norms, gated MLPs and the rotary embedding by Liger's functions if the layers fit."""
     with contextlib.ExitStack() as stack:
         if fits(layers):
-            direct = {name for name, one in layers[0].named_children() if type(one).__name__.endswith("Norm")}
+            direct = {name for name, module in layers[0].named_children() if type(module).__name__.endswith("Norm")}
             rotary(stack, layers[0])
             for module in model.modules():
                 if type(module).__name__.endswith("RMSNorm"):
@@ -137,7 +137,7 @@ def gated(mlp: nn.Module, x: Tensor) -> Tensor:
 
 
 def rotary(stack: contextlib.ExitStack, layer: nn.Module) -> None:
-    """Replaces the function that the layer's module calls, if it has one of this name."""
+    """Replaces the rotary function that the layer's module calls, if it has one of this name."""
     module, name = sys.modules[type(layer).__module__], "apply_rotary_pos_emb"
     if (original := getattr(module, name, None)) is not None:
         setattr(module, name, lambda q, k, cos, sin, *_, **__: Rotary.apply(q, k, cos, sin))

@@ -1,9 +1,9 @@
 """Builds the language model of a transformers configuration on the meta device, at its real widths, and converts it there.
 
-convert checks numbers, which a meta tensor does not have. So it checks a narrow model of the same configuration, on the CPU:
-one with the first layers of each kind, a narrow MLP and a small vocabulary. What it sets as `forward` there is copied to the
-real model: each layer gets that of the narrow layer of its kind. Which op replaces a layer does not depend on widths; a layer
-that an op refuses all the same runs its original forward, and `original_of` names it.
+convert checks numbers, which meta tensors do not have. So it runs on a narrow model of the same configuration on the CPU, with
+the first layers of each kind, a narrow MLP and a small vocabulary. The forwards that it sets are copied to the real model: each
+layer gets that of the narrow layer of its kind. Which op replaces a layer does not depend on widths; a layer that an op refuses
+nevertheless runs its original forward, and `original_of` names it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_siz
 
 
 def read_config(path: str) -> Any:
-    """The configuration in a config.json, or in a folder that has one. Raises ValueError with what is wrong."""
+    """Returns the configuration in a config.json, or in a folder with one. Raises ValueError with the reason."""
     from transformers import CONFIG_MAPPING
 
     file = Path(path)
@@ -56,7 +56,7 @@ def read_config(path: str) -> Any:
 
 
 class LoRA(NamedTuple):
-    """Adapters of this rank and dtype. targets: how the names of the layers end that get one; None: all linear layers."""
+    """Adapters of a rank and dtype. targets: suffixes of the names of layers that get one; None: all linear layers."""
 
     rank: int
     dtype: torch.dtype
@@ -83,11 +83,11 @@ class Adapter(nn.Module):
 
 def adapt(model: nn.Module, lora: LoRA) -> nn.Module:
     """Freezes the model and puts adapters around linear layers of its layers, as peft's "all-linear" or target_modules does.
-    Raises ValueError if there is none of these names."""
+    Raises ValueError if no name matches."""
     from transformers.pytorch_utils import Conv1D
 
     name, layers = layers_of(model.requires_grad_(False))
-    linear = {path: one for path, one in layers.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
+    linear = {path: module for path, module in layers.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     ends = tuple(f".{target}" for target in lora.targets or ())
     taken = [path for path in linear if lora.targets is None or f".{path}".endswith(ends)]
     if not taken:
@@ -102,7 +102,8 @@ def adapt(model: nn.Module, lora: LoRA) -> nn.Module:
 
 
 def built(config: Any, dtype: torch.dtype, device: str, lora: LoRA | None = None) -> nn.Module:
-    """The causal language model of a configuration, in training mode, with random parameters. Raises ValueError for others."""
+    """Returns the causal language model of a configuration, in training mode, with random parameters. Raises ValueError for
+    others."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -119,7 +120,8 @@ def built(config: Any, dtype: torch.dtype, device: str, lora: LoRA | None = None
 
 
 def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """(name, list) of the model's layers. Raises ValueError if the model has no list of as many as its configuration says."""
+    """Returns the name and the list of the model's layers. Raises ValueError if no list is as long as the configuration
+    says."""
     count = model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -128,7 +130,7 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def kinds_of(model: nn.Module) -> list[int]:
-    """Of each layer, the place of the first that is like it."""
+    """Returns for each layer the index of the first layer that is like it."""
     name, layers = layers_of(model)
     first: list[int] = []
     for i, layer in enumerate(layers):
@@ -138,7 +140,7 @@ def kinds_of(model: nn.Module) -> list[int]:
 
 
 def pick_layers(config: Any, places: Sequence[int]) -> None:
-    """Leaves a configuration these layers, in this order, and their values in its lists of a value for each layer."""
+    """Leaves a configuration these layers, in this order, and their values in its lists with a value per layer."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers:
             setattr(config, name, [value[i] for i in places])
@@ -146,13 +148,13 @@ def pick_layers(config: Any, places: Sequence[int]) -> None:
 
 
 def narrow_config(config: Any, layers: int) -> Any:
-    """The same with so many layers, narrow, and with a small vocabulary."""
+    """Returns the configuration with fewer layers, a narrow MLP and a small vocabulary."""
     narrow = copy.deepcopy(config)
     width, heads = config.hidden_size, config.num_attention_heads
     pick_layers(narrow, range(layers))
     for name, value in list(vars(narrow).items()):
         if name.endswith(MLP_WIDTHS):
-            value = [min(one, NARROW) for one in value] if isinstance(value, list) else value and min(value, NARROW)
+            value = [min(n, NARROW) for n in value] if isinstance(value, list) else value and min(value, NARROW)
         if name.endswith("token_id") and isinstance(value, int) and value >= CLASSES:
             value = 0
         setattr(narrow, name, value)
@@ -163,7 +165,7 @@ def narrow_config(config: Any, layers: int) -> Any:
 
 
 def convert_like_narrow(real: nn.Module, lora: LoRA | None = None) -> Conversion:
-    """Converts a model on the meta device as `convert` converts a narrow one, and returns what that says."""
+    """Converts a model on the meta device as `convert` converts a narrow one, and returns the narrow one's Conversion."""
     first = kinds_of(real)
     dtype = next(real.parameters()).dtype
     narrow = built(narrow_config(real.config, max(2, 1 + max(first))), dtype, "cpu", lora)
@@ -202,8 +204,8 @@ def bind(narrow: nn.Module, real: nn.Module, first: Sequence[int]) -> None:
 
 
 def counterparts(narrow: nn.Module, real: nn.Module, theirs: str, ours: str) -> dict[int, Any]:
-    """deepcopy's memo in which each module, parameter, buffer and configuration of the narrow model has the real one's as copy.
-    theirs, ours: the layer of the narrow model, and the real one in its place."""
+    """Returns deepcopy's memo in which each module, parameter, buffer and configuration of the narrow model has the real
+    one's as its copy. theirs, ours: the narrow model's layer, and the real one in its place."""
     memo: dict[int, Any] = {}
     modules = dict(real.named_modules())
     for name, module in narrow.named_modules():
@@ -218,7 +220,7 @@ def counterparts(narrow: nn.Module, real: nn.Module, theirs: str, ours: str) -> 
 
 
 def forwards_of(model: nn.Module) -> Iterator[Forward]:
-    """What convert set as forwards, and those of the runs in an nn.Sequential."""
+    """Returns the forwards that convert set, and those of runs in an nn.Sequential."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, Forward):
@@ -227,22 +229,22 @@ def forwards_of(model: nn.Module) -> Iterator[Forward]:
 
 
 def watch_anew(model: nn.Module) -> None:
-    """The inside of all layers, and their configuration, are as checked now."""
+    """Makes the present state of all layers and their configuration the checked one."""
     for forward in forwards_of(model):
         if isinstance(forward, Fused):
             forward.watch_anew()
 
 
 def original_of(model: nn.Module) -> list[str]:
-    """Classes of the modules whose original forward ran in training since they were converted, also as a checkpoint that was no
-    part of the conversion."""
-    ran = (one for one in forwards_of(model) if one.calls["original"] or one.differs)
-    return list(dict.fromkeys(type(one.module).__name__ for one in ran))
+    """Returns the classes of modules whose original forward ran in training since their conversion, also as a checkpoint
+    that was not a part of it."""
+    ran = (forward for forward in forwards_of(model) if forward.calls["original"] or forward.differs)
+    return list(dict.fromkeys(type(forward.module).__name__ for forward in ran))
 
 
 @contextlib.contextmanager
 def only(model: nn.Module, picks: Sequence[int]) -> Iterator[None]:
-    """The model with these of its layers alone, in this order. Its configuration's lists of a value for each layer follow."""
+    """Leaves the model only these layers, in this order, inside the block, and its configuration their values."""
     name, layers = layers_of(model)
     before = dict(vars(model.config))
     parent = model.get_submodule(name.rpartition(".")[0])

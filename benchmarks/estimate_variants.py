@@ -1,7 +1,7 @@
 """Counts a training step of a language model in each way to save memory: what users of PyTorch do, and what ckptkern does.
 
-Nothing is computed. Few layers run on meta tensors, and all others add what one more layer of their kind adds. Attention counts
-as a fused kernel, which writes no scores. Parameters, their gradients and the optimizer's state are counted apart.
+Nothing is computed. A few layers run on meta tensors, and every other layer adds what one more of its kind adds. Attention
+counts as a fused kernel, which writes no scores. Parameters, their gradients and the optimizer's state are counted apart.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ATTENTION = *SDPA_FORWARDS, torch.ops.ckptkern.attention_fwd.default  # in the b
 
 
 class Counted(NamedTuple):
-    """Holds a step's bytes at the peaks until the backward of layers begins, in it, and after it, its bytes between forward and
-    backward, and FLOPs of matmuls. Each grows by the same with each layer; the highest of the peaks need not."""
+    """A step's peaks before the layers' backward, in it, and after it; its bytes between forward and backward; and FLOPs of
+    matmuls. Each grows linearly with the number of layers, but the highest of the peaks need not."""
 
     before: float
     layers: float
@@ -54,10 +54,10 @@ class Counted(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """name: as tables say it. is_ours: on the converted model. recompute: its mode. bounded: within the bounded workspace.
-    every: layers that are one region. checkpoints: torch's activation checkpoints around layers. saves_attention: selective
-    ones, that save the result of attention. chunks: the loss in checkpointed chunks of tokens. liger: Liger's kernels and
-    loss."""
+    """A way to save memory. name: in tables. is_ours: on the converted model. recompute: its mode. bounded: within the
+    bounded workspace. every: layers per region. checkpoints: torch's activation checkpoints around layers. saves_attention:
+    selective ones that save attention's result. chunks: the loss in checkpointed chunks of tokens. liger: Liger's kernels
+    and loss."""
 
     name: str
     is_ours: bool = False
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
     liger: bool = False
 
     def named(self, layers: nn.ModuleList) -> str:
-        """Its name, which says so if only the loss is Liger's."""
+        """Returns the name, which says so if only the loss is Liger's."""
         return f"{self.name}'s loss" if self.liger and not liger.fits(layers) else self.name
 
 
@@ -93,8 +93,8 @@ SLOW = ("ckptkern-every",)  # to count: a region of 4 layers takes 12 of them
 
 
 class Answers(TorchDispatchMode):
-    """A meta tensor has no value to branch on. It says yes, as in the usual batch: positions follow one another, nothing is
-    padded."""
+    """Answers True where a model branches on a meta tensor's value, as in the usual batch: consecutive positions, no
+    padding."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
@@ -103,12 +103,13 @@ class Answers(TorchDispatchMode):
 
 
 def fused_attention() -> contextlib.AbstractContextManager:
-    """torch's scaled_dot_product_attention as on a GPU, where it saves q, k, v, o and lse; on meta it writes scores out."""
+    """Runs torch's scaled_dot_product_attention as on a GPU, where it saves q, k, v, o and lse; on meta it writes scores
+    out."""
     return mock.patch.object(F, "scaled_dot_product_attention", ops.scaled_dot_product_attention)
 
 
 class Training(nn.Module):
-    """A model and its loss of token ids, which are the labels too."""
+    """A model and its loss of token ids, which are also the labels."""
 
     def __init__(self, model: nn.Module, variant: Variant):
         super().__init__()
@@ -126,7 +127,7 @@ class Training(nn.Module):
 
 @contextlib.contextmanager
 def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
-    """The model in this variant, with its loss."""
+    """Yields the model in this variant, with its loss."""
     name, layers = layers_of(model)
     with contextlib.ExitStack() as stack:
         options = checkpoint_options(*(ATTENTION if variant.saves_attention else ()))
@@ -152,15 +153,15 @@ CHIPS = {"h200": (90, 132, 232448), "h100": (90, 132, 232448), "a100": (80, 108,
 
 
 def on(gpu: str | None) -> contextlib.AbstractContextManager:
-    """Lets ckptkern's ops allocate as their kernels on this GPU do; without one, or without Triton, as with PyTorch's ops."""
+    """Lets ckptkern's ops allocate as their kernels on this GPU do; without a GPU or Triton, as with PyTorch's ops."""
     if gpu is None or missing("triton"):
         return contextlib.nullcontext()
     return meta_as_on(Chip(*CHIPS[gpu], RATES[gpu].memory), lambda kernel, grid, args, kwargs: None)
 
 
 def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None) -> Counted:
-    """Counts a step of the model as it is. size: bytes of the workspace. gpu: whose kernels ckptkern's ops allocate as; None:
-    PyTorch's ops, which have all matmuls."""
+    """Counts a step of the model as it is. size: bytes of the workspace. gpu: as whose kernels ckptkern's ops allocate;
+    None: as PyTorch's ops, which have all matmuls."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device=META)
     with contextlib.ExitStack() as stack:
         training = stack.enter_context(prepared(model, variant))
@@ -172,24 +173,25 @@ def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int
         layers = layers_of(model)[1]
         ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
         step = step_of(training, ((ids,), {}), ends, there=training.parameters())
-    saved = next(one.start for one in step.stretches if one.backward)
+    saved = next(stretch.start for stretch in step.stretches if stretch.backward)
     return Counted(*peaks_of(step, len(ends) - 1), saved, step.flops)
 
 
 def peaks_of(step: Step, last: int) -> tuple[int, int, int]:
-    """Returns the peaks before, in and after the backward of layers. last: the place of the last layer; 0: of the first, which
-    may have none."""
-    heights = [one.highest for one in step.stretches]
-    backward = [i for i, one in enumerate(step.stretches) if one.backward and one.region is not None]
+    """Returns the peaks before, in and after the backward of layers. last: region of the last layer. The first layer, region
+    0, may have no backward."""
+    heights = [stretch.highest for stretch in step.stretches]
+    backward = [i for i, stretch in enumerate(step.stretches) if stretch.backward and stretch.region is not None]
     begin = next(i for i in backward if step.stretches[i].region == last)
     end = max((i + 1 for i in backward if step.stretches[i].region == 0), default=len(heights))
     return max(heights[:begin]), max(heights[begin:end]), max(heights[end:], default=0)
 
 
 def depths(first: Sequence[int], unit: int) -> tuple[list[int], list[tuple[list[int], float]]]:
-    """(places of the layers that are counted, (places of some more, how many times what they add is added)).
+    """Returns the indices of the layers to count, and a list of (indices of further layers, how many times to add what they
+    add).
 
-    first: of each layer, the place of the first of its kind. unit: layers that are one region.
+    first: for each layer, the index of the first of its kind. unit: layers per region.
     """
     kinds = dict.fromkeys(first)
     base = list(range(min(len(first), max(2 * unit, 1 + max(kinds)))))
@@ -205,26 +207,26 @@ def depths(first: Sequence[int], unit: int) -> tuple[list[int], list[tuple[list[
 def count_all(
     model: nn.Module, first: Sequence[int], variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None
 ) -> Counted:
-    """A step of the model with all its layers."""
+    """Counts a step of the model with all its layers."""
     base, more = depths(first, variant.every)
     with only(model, base):
-        found = less = count(model, variant, batch, tokens, size, gpu)
+        counted = less = count(model, variant, batch, tokens, size, gpu)
     for some, times in more:
         with only(model, [*base, *some]):
-            found = found.plus(times, count(model, variant, batch, tokens, size, gpu), less)
-    return found
+            counted = counted.plus(times, count(model, variant, batch, tokens, size, gpu), less)
+    return counted
 
 
 def longest(peak_of: Callable[[int], float], tokens: int, peak: float, budget: float) -> tuple[int, bool]:
-    """(the length at which the line through two lengths meets the budget, whether it is further than that line is trusted).
+    """Returns the length at which the line through two lengths meets the budget, and whether it is cut at FURTHEST times
+    `tokens`.
 
-    The lengths are `tokens`, whose peak is known, and twice as many, or half if it does not fit. Peaks are counted there, and
-    computed beyond.
+    The lengths are `tokens`, whose peak is known, and twice as many, or half if it does not fit. Only these two are counted.
     """
     other = max(1, tokens // 2) if peak > budget else 2 * tokens
     slope = (peak_of(other) - peak) / (other - tokens)
-    found = int(tokens + (budget - peak) / slope) if slope > 0 else FURTHEST * tokens
-    return max(0, min(found, FURTHEST * tokens)), found >= FURTHEST * tokens
+    length = int(tokens + (budget - peak) / slope) if slope > 0 else FURTHEST * tokens
+    return max(0, min(length, FURTHEST * tokens)), length >= FURTHEST * tokens
 
 
 FURTHEST = 16  # times the length that is asked for

@@ -1,4 +1,4 @@
-"""Language-model heads with their losses, in eager PyTorch, and `ours`: the same on their parameters by ckptkern."""
+"""Defines language-model heads with their losses in eager PyTorch, and as `ours` on the same parameters by ckptkern."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .. import ops
 
 
 class LMHeadLoss(nn.Module):
-    """The loss of each row in float32, or their mean: cross-entropy of linear(x), or softcap tanh of that over softcap; a row's
-    place says its target. float64 takes the rows in chunks, because logits of a large vocabulary do not fit a GPU."""
+    """Cross-entropy of softcap tanh(linear(x) / softcap), of each row in float32 or as a mean. A row's index determines its
+    target. float64 takes the rows in chunks, because logits of a large vocabulary do not fit a GPU."""
 
     CHUNK = 2**27  # logits of a chunk in float64: 1 GiB
     negative = False  # returns losses, or their negatives
@@ -27,13 +27,13 @@ class LMHeadLoss(nn.Module):
         return torch.arange(x.shape[0], device=x.device) * 40503 % self.linear.out_features
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each row."""
+        """Returns the loss of each row."""
         z = _upcast(self.linear(x))
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         return F.cross_entropy(z, targets, reduction="none")
 
     def chunked(self, x: Tensor, rows: int) -> Tensor:
-        """The loss of each row, in checkpointed chunks of so many rows."""
+        """Returns the loss of each row, in checkpointed chunks of `rows`."""
         chunks = zip(x.split(rows), self.targets(x).split(rows), strict=True)
         return torch.cat([checkpoint(self.losses, *chunk, use_reentrant=False) for chunk in chunks])
 
@@ -55,32 +55,32 @@ class LMHeadLoss(nn.Module):
 
 
 def _upcast(z: Tensor) -> Tensor:
-    """Logits in float32, or in float64 if they are."""
+    """Returns logits in float32; float64 stays."""
     return z if z.dtype == torch.float64 else z.float()
 
 
 class Distillation(LMHeadLoss):
-    """The KL divergence of each row's probabilities from those of a teacher, or their mean; the teacher's head has weights of
-    its own and reads the same rows; top_k: from its k largest and the rest as one class."""
+    """KL divergence of each row's probabilities from a teacher's, or their mean. The teacher's head has its own weights and
+    reads the same rows. top_k: from the teacher's k largest probabilities, and the rest as one class."""
 
     def __init__(self, width: int, classes: int, bias: bool = False, top_k: int = 0, reduction: str = "none"):
         super().__init__(width, classes, bias, reduction=reduction)
         self.teacher, self.top_k = nn.Linear(width, classes, bias).requires_grad_(False), top_k
 
     def likeliest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The teacher's k largest log-probabilities, and their classes."""
+        """Returns the teacher's k largest log-probabilities and their classes."""
         return _upcast(self.teacher(x.detach())).log_softmax(-1).topk(self.top_k)
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The divergence of each row, which has no target."""
+        """Returns the divergence of each row, which has no target."""
         log_q = _upcast(self.linear(x)).log_softmax(-1)
         if not self.top_k:
             t = self.teacher(x.detach())
             return F.kl_div(log_q, t.to(log_q.dtype).log_softmax(-1), reduction="none", log_target=True).sum(-1)
         log_p, tokens = self.likeliest(x)
         log_p, log_q = (
-            torch.cat([one, torch.log1p(-one.exp().sum(-1, keepdim=True))], -1)
-            for one in (log_p, log_q.gather(-1, tokens))
+            torch.cat([log_of_top, torch.log1p(-log_of_top.exp().sum(-1, keepdim=True))], -1)
+            for log_of_top in (log_p, log_q.gather(-1, tokens))
         )
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
@@ -93,7 +93,7 @@ class Distillation(LMHeadLoss):
 
 
 class SelectedLogProbs(LMHeadLoss):
-    """The log-probability of each row's target."""
+    """Log-probability of each row's target."""
 
     negative = True
 

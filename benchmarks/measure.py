@@ -1,4 +1,4 @@
-"""How a case is measured: every variant is checked against float64, then all that pass are timed in turns, A B C A B C."""
+"""Measures a case: checks every variant against float64, then times all that pass, interleaved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .cases import CHECKPOINTS, EAGER, Case, Figure, Function, Maker, build
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 CPU_BATCH = 3
 AHEAD = 2_000_000  # cycles of the GPU, a millisecond, in which the host gets ahead of it
-GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
+GRAPH_BELOW_MS = 2.0  # below this step time of eager, gaps between launches matter
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
 MOST_COPIES = 256  # of operands: of smaller ones a graph would take longer to capture than to run
@@ -38,7 +38,7 @@ DROPS = "timed with dropout, checked without it: every variant samples its own m
 
 @dataclass
 class Row:
-    """One line of results.csv. Times in ms of forward + backward; ratio: of the medians, to eager's of the same run."""
+    """A line of results.csv. Times in ms of forward + backward; ratio: of the medians, to eager's of the same run."""
 
     case: str
     variant: str
@@ -66,7 +66,7 @@ class Row:
 
 
 def row_of_figure(case: str, device: str, figure: Figure) -> Row:
-    """The row of what others published of a case."""
+    """Returns the row of a published figure."""
     peak, saved = (None if size is None else round(size) for size in (figure.peak, figure.saved))
     row = Row(case, figure.variant, device, "bfloat16", "published", figure.ms, note=figure.note, source=figure.source)
     return dataclasses.replace(row, peak_bytes=peak, saved_bytes=saved)
@@ -79,11 +79,11 @@ HANGS = 150.0  # seconds in which a variant is checked, or timed, at most
 
 
 class GpuLost(Exception):
-    """No other launch of this process will succeed."""
+    """Raised if no other launch of this process can succeed."""
 
 
 def raise_if_lost(rows: list[Row], emit: Emit) -> None:
-    """Raises GpuLost, after the rows, if a variant's failure has broken the CUDA context of this process."""
+    """Raises GpuLost, after writing the rows, if a variant's failure has broken this process's CUDA context."""
     try:
         torch.cuda.synchronize()
         torch.empty(1, device="cuda").normal_()  # raises after a capture that was not ended
@@ -95,7 +95,7 @@ def raise_if_lost(rows: list[Row], emit: Emit) -> None:
 
 @contextlib.contextmanager
 def watched(rows: list[Row], emit: Emit, seconds: float = HANGS) -> Iterator[None]:
-    """Ends the process with LOST_STATUS if the block, which waits for a GPU, has not ended in time; the rows say so."""
+    """Stops the process with LOST_STATUS if the block, which waits for a GPU, does not end in time; the rows say so."""
 
     def end() -> None:
         for row in rows:
@@ -116,7 +116,7 @@ Emit = Callable[[Row], None]
 
 
 def one_line(error: BaseException, length: int = 200) -> str:
-    """The kind and first line of an error."""
+    """Returns the class and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:length]
 
@@ -126,10 +126,10 @@ def one_line(error: BaseException, length: int = 200) -> str:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, torch fills every empty tensor with NaN, so that an element nobody writes shows.
+    """Fills every empty tensor with NaN inside the block, so that an unwritten element shows.
 
-    torch does so only under deterministic algorithms, which may differ from those that are timed. So variants are
-    checked without it too.
+    torch does so only under deterministic algorithms, which may differ from those that are timed. So variants are checked
+    without it too.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -144,8 +144,8 @@ def poisoned() -> Iterator[None]:
 class Checker:
     """Compares a variant's output and gradients with float64, in units of eager's own error.
 
-    Where float64 raises, out of memory or for want of an operation, it compares them with eager's own. A tensor may then be off
-    by half of its dtype's digits: ||found - eager|| <= sqrt(eps) ||eager||, 0.09 for bfloat16.
+    Where float64 raises, out of memory or for want of an operation, it compares with eager's results. A tensor may then be off
+    by half of its dtype's digits: ||ours - eager|| <= sqrt(eps) ||eager||, 0.09 for bfloat16.
     """
 
     def __init__(self, model: nn.Module, x: Tensor, dy: Tensor):
@@ -160,17 +160,17 @@ class Checker:
             if x.is_cuda:
                 torch.cuda.empty_cache()
             self.exact = self.known(gradients(lambda: model(x), self.leaves, dy))
-        elif not dy.dim():  # of one number eager's error is luck: the gradients' stand for it
+        elif not dy.dim():  # eager's error of a single number is luck, so the gradients' largest stands for it
             self.eager["y"] = max(self.eager.values())
 
     @staticmethod
     def leaves_of(x: Tensor, model: nn.Module) -> dict[str, Tensor]:
-        return {name: one for name, one in [("x", x), *model.named_parameters()] if one.requires_grad}
+        return {name: tensor for name, tensor in [("x", x), *model.named_parameters()] if tensor.requires_grad}
 
     @staticmethod
-    def known(found: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    def known(gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """Leaves out the gradients of parameters on which y does not depend."""
-        return {name: one for name, one in found.items() if one is not None}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _exact(self, model: nn.Module) -> dict[str, Tensor]:
         double, x = copy.deepcopy(model).double(), self.x.detach()
@@ -181,12 +181,12 @@ class Checker:
         return relative_errors(gradients(lambda: function(self.x), self.leaves, self.dy), self.exact)
 
     def ratio(self, function: Function) -> tuple[float, str]:
-        """(error in eager's own, name of the worst tensor)."""
+        """Returns the largest error in units of eager's, and the name of its tensor."""
         return error_ratio(self._errors(function), self.eager, self.dy.dtype)
 
     def verdict(self, function: Function, row: Row) -> str:
-        """What is wrong with a variant's results; "" if nothing. The row gets its error, the largest of its checks, or a note
-        of the distance from eager's."""
+        """Returns what is wrong with a variant's results; "" if nothing. Writes into the row the largest error of its
+        checks, or a note of the distance from eager's."""
         if not self.reason:
             error, worst = self.ratio(function)
             row.error_ratio = max(error, row.error_ratio or 0.0)
@@ -214,12 +214,12 @@ def quickest(batch: int, now: Callable[[], float], step: Step, index: int) -> Ca
 
 
 def cpu_clock(step: Step, index: int) -> Callable[[], float]:
-    """The CPU time of a single thread: on a busy machine half of the wall time may be another process's."""
+    """Returns a single thread's CPU time: on a busy machine half of the wall time may be another process's."""
     return quickest(CPU_BATCH, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, step, index)
 
 
 def cuda_clock(step: Step, index: int) -> Callable[[], float]:
-    """The GPU's time, of launches that are queued before the first of them begins: also in the first step of a round."""
+    """Returns the GPU's time of launches that are queued before the first begins, even in the first step of a round."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD)
     begin.record()
@@ -231,9 +231,9 @@ def cuda_clock(step: Step, index: int) -> Callable[[], float]:
 def interleaved(
     steps: dict[str, Step], clock: Clock, rounds: int, seconds: float = float("inf"), cuda: bool = False
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """(ms of every round by name, errors by name). Ends after `rounds`, or sooner, after `seconds` and ENOUGH rounds.
+    """Returns the ms of every round and the errors, by name. Ends after `rounds`, or after `seconds` and ENOUGH rounds.
 
-    A step that raises leaves the rounds, and the others go on.
+    A step that raises is left out of later rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     errors: dict[str, str] = {}
@@ -250,7 +250,7 @@ def interleaved(
                 try:
                     takes[name] = clock(step, index)
                 except Exception as error:  # it is the variant's result, reported in its row
-                    errors[name] = one_line(error)  # the error itself would hold the frames' tensors
+                    errors[name] = one_line(error)  # as text: the error would hold its frames' tensors
             if cuda:
                 torch.cuda.synchronize()
             for name, take in takes.items():
@@ -264,7 +264,7 @@ def interleaved(
 
 
 def spread(times: list[float]) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile."""
+    """Returns the median, the 20th and the 80th percentile."""
     if len(times) == 1:
         return times[0], times[0], times[0]
     fifths = statistics.quantiles(times, n=5, method="inclusive")
@@ -286,13 +286,13 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
 
 
 def copies(nbytes: int, cache: int) -> int:
-    """How many sets of operands of `nbytes` to take interleaved, so that none is still in a cache of that many bytes when its
-    turn comes again: the others fill it."""
+    """Returns how many sets of operands of `nbytes` to interleave, so that a cache of that many bytes holds none of a set
+    when its turn comes again."""
     return min(1 + -(-cache // max(1, nbytes)), MOST_COPIES)
 
 
 def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Copies of the input, enough that none is still in L2 in the next round; on a CPU the input itself."""
+    """Returns copies of the input, enough that none is still in L2 in the next round; on a CPU the input itself."""
     if not x.is_cuda:
         return [(x, dy)]
     count = copies(x.nbytes + dy.nbytes, torch.cuda.get_device_properties(x.device).L2_cache_size)
@@ -300,7 +300,7 @@ def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def stepper(function: Function, model: nn.Module, inputs: list[tuple[Tensor, Tensor]]) -> Step:
-    """index -> forward + backward on one of the inputs, gradients set to None first."""
+    """Returns a function of an index: forward and backward on one of the inputs, with gradients set to None first."""
     parameters = list(model.parameters())
 
     def step(index: int) -> None:
@@ -325,8 +325,8 @@ def measure(
     seconds: float = 4.0,
     deadline: float = math.inf,
 ) -> None:
-    """Measures one case in all its variants. `emit` gets a variant's row when it is checked, and again, complete, when
-    it is timed.
+    """Measures one case in all its variants. `emit` gets a variant's row when it is checked, and again, complete, when it is
+    timed.
 
     deadline: by time.monotonic(); variants that are not ready by then are dropped, and the others timed.
     """
@@ -341,7 +341,7 @@ def measure(
 def _ready_all(
     case: Case, makers: dict[str, Maker], device: torch.device, emit: Emit, deadline: float
 ) -> tuple[dict[str, Row], dict[str, Step]]:
-    """Returns the rows and the warm steps of the variants whose results are right, and emits all rows."""
+    """Emits all rows, and returns the rows and warm steps of the variants whose results are right."""
     cuda = device.type == "cuda"
     model, x, dy = build(case, device)
     checker = Checker(model, x, dy)
@@ -374,7 +374,7 @@ def _ready_all(
 def time_rows(
     rows: dict[str, Row], steps: dict[str, Step], clock: Clock, rounds: int, seconds: float, emit: Emit, cuda: bool
 ) -> dict[str, list[float]]:
-    """Times the steps in turns, completes their rows and emits them. Returns the times. Raises GpuLost."""
+    """Times the steps interleaved, completes their rows and emits them. Returns the times. Raises GpuLost."""
     others = [row for name, row in rows.items() if name != EAGER]
     with watched(others, emit, HANGS + seconds) if cuda else contextlib.nullcontext():
         try:
@@ -393,14 +393,14 @@ def time_rows(
 
 
 def add_times(row: Row, times: list[float], eager: list[float] | None) -> None:
-    """Writes a variant's times into its row. eager: those of eager."""
+    """Writes a variant's times into its row. eager: eager's times."""
     row.ms, row.p20_ms, row.p80_ms = spread(times)
     row.rounds = len(times)
     row.ratio = row.ms / statistics.median(eager) if eager else None
 
 
 def bounded(size: int | None) -> contextlib.AbstractContextManager:
-    """Returns the workspace of so many bytes; None leaves the one that is set."""
+    """Returns a workspace of `size` bytes; None leaves the current one."""
     return workspace(size) if size else contextlib.nullcontext()
 
 
@@ -419,7 +419,7 @@ def _ready(
     device: torch.device,
     row: Row,
 ) -> Step | None:
-    """A variant's step, warm, if its results are right; None if its row says what is wrong."""
+    """Returns a variant's warm step if its results are right; None if its row says what is wrong."""
     x = checker.x
     try:
         model.train(not case.drops)
@@ -437,8 +437,8 @@ def _ready(
         with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             function(x)
         row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
-        for one in (*model.parameters(), *(x for x, _ in inputs)):
-            one.grad = None  # of the variant before, which this one's step would free
+        for tensor in (*model.parameters(), *(x for x, _ in inputs)):
+            tensor.grad = None  # the previous variant's gradient, which this step would free
         with peak_memory(device) as peak:
             step(0)
         row.peak_bytes = peak.bytes
@@ -453,7 +453,7 @@ def _ready(
 
 
 def _replayed(replay: Callable[[], None], index: int) -> None:
-    """A graph's step: it has the input with which it was captured."""
+    """Returns a graph's step, which has the input with which it was captured."""
     replay()
 
 

@@ -1,6 +1,6 @@
-"""One op at sizes of one's own: what ``python -m ckptkern bench --op OP`` measures, and what the built-in cases are made of.
+"""Defines a case of one op at any sizes: ``python -m ckptkern bench --op OP``, and the built-in cases.
 
-An option that an op of the table does not have is an error that names those which it has.
+An option that the op does not have raises an error that names its options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NORMS = ("layer", "rms", "none")
 
 
 class Option(NamedTuple):
-    """kind: int, float, bool, or the choices. letter: its mark in a case's name, before its value."""
+    """An option of the command line. kind: int, float, bool, or the choices. letter: precedes its value in a case's name."""
 
     kind: Any
     help: str
@@ -34,21 +34,21 @@ OPTIONS = {
     "length": Option(int, "tokens per sequence"),
     "hidden": Option(int, "width of the hidden layer", "h"),
     "out_features": Option(int, "width of the output", "n"),
-    "classes": Option(int, "of the loss: the vocabulary", "V"),
-    "reduction": Option(("none", "mean"), "of the loss over rows: one of"),
-    "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
-    "layers": Option(int, "of the stack", "L"),
-    "experts": Option(int, "of the MoE layer", "E"),
-    "top_k": Option(int, "experts, or a teacher's log-probabilities, of a token", "k"),
-    "heads": Option(int, "of queries", "H"),
-    "kv_heads": Option(int, "of keys and values", "K"),
+    "classes": Option(int, "size of the vocabulary", "V"),
+    "reduction": Option(("none", "mean"), "reduction of the loss over rows:"),
+    "softcap": Option(float, "softcap c of the logits, c tanh(z / c); 0 for none", "c"),
+    "layers": Option(int, "layers of the stack", "L"),
+    "experts": Option(int, "experts of the MoE layer", "E"),
+    "top_k": Option(int, "experts per token, or a teacher's log-probabilities per token", "k"),
+    "heads": Option(int, "query heads", "H"),
+    "kv_heads": Option(int, "key and value heads", "K"),
     "head_dim": Option(int, "features per head", "D"),
-    "activation": Option(tuple(ops.ACTIVATIONS), "one of", ""),
-    "norm": Option(NORMS, "in front of each sublayer:", ""),
-    "gated": Option(bool, "act(gate(x)) * up(x) in place of act(up(x))", "gated"),
-    "bias": Option(bool, "of the linear layers", "bias"),
-    "causal": Option(bool, "each token sees those before it", "causal"),
-    "dropout": Option(float, "probability, of attention's weights and of hidden layers; timed, not checked", "p"),
+    "activation": Option(tuple(ops.ACTIVATIONS), "activation:", ""),
+    "norm": Option(NORMS, "norm before each sublayer:", ""),
+    "gated": Option(bool, "gated MLP, act(gate(x)) * up(x), instead of act(up(x))", "gated"),
+    "bias": Option(bool, "biases of the linear layers", "bias"),
+    "causal": Option(bool, "causal attention", "causal"),
+    "dropout": Option(float, "dropout probability of attention weights and hidden layers; timed, not checked", "p"),
 }
 
 
@@ -57,8 +57,8 @@ def flag(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("an op at sizes of your own", "which options an op has: see below")
-    group.add_argument("--op", choices=tuple(OPS), metavar="OP", help=", ".join(OPS))
+    group = parser.add_argument_group("one op at your own sizes", "the options of each op are listed below")
+    group.add_argument("--op", choices=tuple(OPS), metavar="OP", help=f"op to measure: {', '.join(OPS)}")
     for name, (kind, text, _) in OPTIONS.items():
         if kind is bool:
             group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def epilog() -> str:
-    """Each op with its options and their defaults."""
+    """Returns a text of each op with its options and their defaults."""
 
     def shown(name: str, value: Any) -> str:
         if isinstance(value, dict):
@@ -97,16 +97,16 @@ DERIVED = {
 # -- from arguments to a case
 
 
-def values_of(op: str, defaults: dict[str, Any], given: dict[str, Any], kind: str) -> SimpleNamespace:
-    """All options, those that the op lacks as 0 or None. Raises ValueError for one that it does not have, and for sizes that do
-    not go together."""
-    for name in given:
+def values_of(op: str, defaults: dict[str, Any], options: dict[str, Any], kind: str) -> SimpleNamespace:
+    """Returns all options; those that the op lacks are 0 or None. Raises ValueError for an option that it does not have, and
+    for inconsistent sizes."""
+    for name in options:
         if name not in defaults:
             raise ValueError(f"{flag(name)} does not apply to --op {op}, which takes {', '.join(map(flag, defaults))}")
-    found = {name: value[kind] if isinstance(value, dict) else value for name, value in defaults.items()} | given
+    values = {name: value[kind] if isinstance(value, dict) else value for name, value in defaults.items()} | options
     lacking = {"gated": op == "gated_mlp", "norm": None, "dropout": 0.0, "softcap": 0.0, "top_k": 0, "length": None}
-    v = SimpleNamespace(**lacking | found)
-    for name, value in found.items():
+    v = SimpleNamespace(**lacking | values)
+    for name, value in values.items():
         if OPTIONS[name].kind is int and value is not None and value < 1:
             raise ValueError(f"{flag(name)}: wanted at least 1 but got {value}")
     if not 0.0 <= v.dropout < 1.0:
@@ -115,22 +115,22 @@ def values_of(op: str, defaults: dict[str, Any], given: dict[str, Any], kind: st
         raise ValueError("--dropout: wanted more than 0, because 0 does nothing")
     v.dropout = round(65536 * v.dropout) / 65536  # as ckptkern rounds it, so that torch's scale is ours
     v.norm = None if v.norm == "none" else v.norm
-    if "out_features" in found and v.out_features is None:
+    if "out_features" in values and v.out_features is None:
         v.out_features = v.features
-    if "hidden" in found and v.hidden is None:
+    if "hidden" in values and v.hidden is None:
         v.hidden = GatedMLP.hidden_of(v.features) if v.gated else 4 * v.features
-    if "heads" in found:
-        _set_heads(v, "head_dim" in found)
+    if "heads" in values:
+        _set_heads(v, "head_dim" in values)
     return v
 
 
 def heads_of(features: int) -> int:
-    """Heads of 128 features, or of 16 in narrow models."""
+    """Returns the number of heads: of 128 features, or of 16 in narrow models."""
     return max(1, features // (128 if features >= 512 else 16))
 
 
 def _set_heads(v: SimpleNamespace, alone: bool) -> None:
-    """Defaults and checks of attention's sizes."""
+    """Sets attention's default sizes, and checks them."""
     if not alone:
         v.heads = v.heads or heads_of(v.features)
         if v.features % v.heads:
@@ -163,12 +163,12 @@ def case(
     entry: Op | None = None,
     title: str | None = None,
     priority: int = HEADLINE,
-    **given: Any,
+    **options: Any,
 ) -> Case:
-    """The case of an op on a device type. entry: of the table, if it is not the op's. title: its name without the size. given:
-    its options. Raises ValueError with what is wrong with them."""
+    """Returns the case of an op on a device type. entry: of the table, if not the op's. title: its name without the size.
+    options: the op's. Raises ValueError with the reason."""
     entry = entry or OPS[op]
-    v = values_of(op, entry.defaults, given, kind)
+    v = values_of(op, entry.defaults, options, kind)
     if modes and entry.modes == ("",):
         raise ValueError(f"--modes does not apply to --op {op}, which has only one mode")
 
@@ -185,6 +185,6 @@ def case(
 
 
 def case_of(args: argparse.Namespace, kind: str, modes: Sequence[str] | None) -> Case:
-    """The case of --op and its options. Raises ValueError with what is wrong with them."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    return case(args.op, kind, modes, **given)
+    """Returns the case of --op and its options. Raises ValueError with the reason."""
+    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    return case(args.op, kind, modes, **options)

@@ -1,4 +1,4 @@
-"""The models that are measured, in eager PyTorch, and `ours`: the same on their parameters by ckptkern."""
+"""Defines the measured models in eager PyTorch, and as `ours` on the same parameters by ckptkern."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .. import nn as nn_modules
 
 
 def act(name: str, z: Tensor) -> Tensor:
-    """An activation by its name, in torch's ops."""
+    """Applies an activation by its name, in torch's ops."""
     return eager.ACTIVATIONS[name].act(z)
 
 
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 
 class Linear(Stack):
-    """A stack of one layer, as an op of its own."""
+    """A stack of one layer, which is an op of its own."""
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
         (layer,) = self.layers
@@ -112,10 +112,10 @@ class GatedMLP(nn.Module):
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of ckptkern.gated_mlp and mlp_block."""
         layers = {"gate": self.gate, "up": self.up, "down": self.down}
-        found = {
+        arguments = {
             f"{name}_{kind}": getattr(layer, kind) for name, layer in layers.items() for kind in ("weight", "bias")
         }
-        return found | {"activation": self.activation, "dropout_p": self.dropout_p}
+        return arguments | {"activation": self.activation, "dropout_p": self.dropout_p}
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
         return ops.gated_mlp(x, **self.arguments(), training=self.training, recompute=mode)
@@ -124,11 +124,11 @@ class GatedMLP(nn.Module):
 def grouped_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What ckptkern.moe_mlp defines, as transformers 5 runs it ("grouped_mm"): rows gathered in the experts' order, two grouped
-    matmuls, weights, the rows back in their order, and their sum.
+    """Computes ckptkern.moe_mlp as transformers 5 does ("grouped_mm"): gathers rows in the experts' order, runs two grouped
+    matmuls, weights the rows, puts them back in their order, and sums them.
 
-    x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
-    -> [T, d]. Autograd saves k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
+    x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], whose rows torch wants in multiples of 16 bytes ->
+    [T, d]. Autograd saves k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
     """
     pairs = torch.arange(index.numel(), device=x.device)
     ids, order = torch.sort(index.flatten())
@@ -141,12 +141,13 @@ def grouped_experts(
 
 
 class MoE(nn.Module):
-    """Every row through `top_k` of many gated MLPs, in the layout of transformers 5, each times a weight of its router.
+    """Experts: sends every row through `top_k` of many gated MLPs, each times a router's weight, in the layout of transformers
+    5.
 
-    Which they are depends on the row's place alone: the choice of a router would change with the rounding.
+    The row's index alone determines its experts: a router's choice would change with the rounding.
 
-    As transformers runs it: torch's grouped matmuls. `interleaved`, one expert after another, takes what these do not:
-    float64, and rows of no whole 16 bytes.
+    It runs as in transformers, by torch's grouped matmuls. `interleaved`, one expert after another, also takes float64 and rows
+    that are not multiples of 16 bytes.
     """
 
     def __init__(self, width: int, activation: str, hidden: int, experts: int, top_k: int):
@@ -157,12 +158,12 @@ class MoE(nn.Module):
         self.router = nn.Linear(width, top_k, bias=False)
 
     def chosen(self, rows: int, device: torch.device | str) -> Tensor:
-        """The experts of each row, [rows, top_k]."""
+        """Returns the experts of each row, [rows, top_k]."""
         pairs = torch.arange(rows * self.top_k, device=device)
         return (pairs * 40503 // 8 % self.experts).view(-1, self.top_k)
 
     def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(experts [rows, top_k], weights)."""
+        """Returns the experts [rows, top_k] and their weights."""
         return self.chosen(x.shape[0], x.device), torch.sigmoid(self.router(x))
 
     def expert(self, e: int, x: Tensor) -> Tensor:
@@ -184,14 +185,14 @@ class MoE(nn.Module):
         index, (_, weights) = self.chosen(x.shape[0], "cpu"), self.routing(x)
         total = torch.zeros_like(x)
         for e in range(self.experts):
-            rows, place = (found.to(x.device) for found in torch.where(index == e))
+            rows, place = (indices.to(x.device) for indices in torch.where(index == e))
             total = total.index_add(0, rows, self.expert(e, x[rows]) * weights[rows, place, None])
         return total
 
 
 class RoutedMoE(MoE):
-    """An MoE layer with its router and a residual. A bias of the choice alone sends every row to the first experts, so that
-    rounding changes none."""
+    """An MoE layer with its router and a residual. A bias that only affects the choice sends every row to the first experts,
+    so that rounding does not change it."""
 
     def __init__(self, width: int, activation: str, hidden: int, experts: int, top_k: int):
         super().__init__(width, activation, hidden, experts, top_k)
@@ -216,22 +217,22 @@ class RoutedMoE(MoE):
 
 
 class GroupedRows(MoE):
-    """The experts of an MoE layer on rows in their order, each of which has one; every other expert has twice as many, and an
-    eighth of the rows is nobody's."""
+    """The experts of an MoE layer on rows in their order, one expert per row. Every other expert has twice as many rows, and
+    an eighth of the rows has none."""
 
     def __init__(self, width: int, activation: str, hidden: int, experts: int):
         super().__init__(width, activation, hidden, experts, 1)
         del self.router
 
     def end(self, rows: int, expert: int | Tensor) -> int | Tensor:
-        """Where the rows of an expert end."""
+        """Returns the end of each expert's rows."""
         return rows * 7 * (3 * (expert + 1) // 2) // (8 * (3 * self.experts // 2))
 
     def ends(self, x: Tensor) -> list[int]:
         return [self.end(x.shape[0], expert) for expert in range(self.experts)]
 
     def ends_there(self, x: Tensor) -> Tensor:
-        """The same as int32 on the device of x, without a copy from the host."""
+        """Returns the ends as int32 on the device of x, without a copy from the host."""
         return self.end(x.shape[0], torch.arange(self.experts, device=x.device)).to(torch.int32)
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -254,12 +255,12 @@ class GroupedRows(MoE):
 
 
 def norm_of(kind: str | None, width: int) -> nn.Module:
-    """The module of attention_block's `norm`."""
+    """Returns the module of attention_block's `norm`."""
     return nn.Identity() if kind is None else (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(width, 1e-5)
 
 
 def norm_arguments(kind: str | None, norm: nn.Module) -> dict[str, Any]:
-    """Returns the arguments of attention_block and mlp_block for it."""
+    """Returns the arguments of attention_block and mlp_block for the norm."""
     if kind is None:
         return {}
     return dict(norm=kind, norm_weight=norm.weight, norm_bias=getattr(norm, "bias", None), norm_eps=norm.eps)
@@ -284,7 +285,7 @@ class MLPBlock(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = True) -> Tensor:
-    """Attention [B, H, S, D] by torch. float64 takes one head at a time: all 8192 x 8192 scores do not fit a GPU."""
+    """Computes attention [B, H, S, D] by torch. float64 takes one head at a time: all 8192 x 8192 scores do not fit a GPU."""
     if q.dtype != torch.float64:
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout_p, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
@@ -316,7 +317,7 @@ class Core(nn.Module):
         self.heads, self.dropout_p, self.causal = [heads, kv_heads, kv_heads], dropout_p, causal
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, S, D], k and v [B, H_kv, S, D], views of x."""
+        """Returns q [B, H, S, D], k and v [B, H_kv, S, D], views of x."""
         return x.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2).split(self.heads, 1)
 
     def attended(self, core: Callable[..., Tensor], x: Tensor, *options: Any, **more: Any) -> Tensor:
@@ -332,7 +333,7 @@ class Core(nn.Module):
 
 
 class PackedCore(Core):
-    """The same on packed sequences, of one length."""
+    """Attention alone on packed sequences of one length."""
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
         batch, length, _ = x.shape
@@ -349,10 +350,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """x + out(attention(norm(x))), heads of 128 (16 in narrow models) unless given: half of a GPT layer.
+    """x + out(attention(norm(x))), the attention sublayer of a GPT layer, with heads of 128 (16 in narrow models) unless given.
 
     share: query heads per key and value head. dropout_p: of the attention weights. positions: of rotary embeddings, with
-    weights of their own for q, k and v; 0 for none of both.
+    separate weights for q, k and v; 0 for neither.
     """
 
     def __init__(
@@ -378,23 +379,23 @@ class Attention(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, D] of the positions of x."""
+        """Returns cos and sin [S, D] of the positions of x."""
         return self.cos[: x.shape[1]], self.sin[: x.shape[1]]
 
     def split(self, h: Tensor) -> list[Tensor]:
-        """q [B, H, S, D], k and v [B, H_kv, S, D] of normalized h, not rotated."""
+        """Returns q [B, H, S, D], k and v [B, H_kv, S, D] of normalized h, not rotated."""
         parts = [part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv]
         return parts if len(parts) > 1 else parts[0].split(self.heads, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(self.norm(x))
         if self.cos is not None:
-            q, k = (rotated(one, *self.tables(x)) for one in (q, k))
+            q, k = (rotated(heads, *self.tables(x)) for heads in (q, k))
         o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
-        """The arguments of ckptkern.attention_block."""
+        """Returns the arguments of ckptkern.attention_block."""
         weights = [part.weight for part in self.qkv]
         return dict(
             qkv_weight=weights if len(weights) > 1 else weights[0],
@@ -415,8 +416,8 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """x + out(attention(norm(x))) with k and v from a latent of four heads' width, as DeepSeek-V2-Lite's: a head of q and k has
-    half as many rotated dimensions beside those that it has in `Attention`."""
+    """x + out(attention(norm(x))) with k and v from a latent of four heads' width, as in DeepSeek-V2-Lite: a head of q and k
+    has half as many rotated dimensions beside those that it has in `Attention`."""
 
     def __init__(
         self,
@@ -452,7 +453,7 @@ class LatentAttention(nn.Module):
         return x + self.out(o.transpose(1, 2).flatten(2))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ckptkern.latent_attention_block."""
+        """Returns the arguments of ckptkern.latent_attention_block."""
         return dict(
             q_weight=self.q.weight,
             q_bias=self.q.bias,
@@ -476,7 +477,7 @@ class LatentAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, and an MLP block."""
+    """An attention and an MLP sublayer."""
 
     def __init__(self, attention: Attention, block: MLPBlock):
         super().__init__()
@@ -486,7 +487,7 @@ class Layer(nn.Module):
         return self.block(self.attention(x))
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
-        """mode: one for both sublayers, or "attention's/MLP's"."""
+        """Runs the layer by ckptkern. mode: one for both sublayers, or "attention's/MLP's"."""
         recompute = tuple(mode.split("/")) if "/" in mode else mode
         sublayers = self.attention.arguments(x), self.block.arguments()
         return ops.transformer_layer(x, *sublayers, training=self.training, recompute=recompute)

@@ -1,4 +1,4 @@
-"""A user's module as a case: what ``python -m ckptkern bench --case FILE:FUNCTION`` measures."""
+"""Makes a case of a user's module: ``python -m ckptkern bench --case FILE:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Called(nn.Module):
         super().__init__()
         self.module, self.call, self.replicas = module, call, {}
         leaves = leaves_of(call)
-        tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not tensors:
             raise ValueError("FUNCTION must return (model, inputs) with a tensor among the inputs, to measure with")
         self.place = next((i for i in tensors if leaves[i].is_floating_point()), tensors[0])
@@ -43,24 +43,24 @@ class Called(nn.Module):
 
     @property
     def x(self) -> Tensor:
-        """As it was given. A floating-point one gets a gradient, as inside a model."""
+        """Returns the tensor x. A floating-point x requires a gradient, as inside a model."""
         x = leaves_of(self.call)[self.place].detach()
         return x.requires_grad_(x.is_floating_point())
 
     def inputs(self, x: Tensor) -> tuple[tuple, dict[str, Any]]:
-        """The module's call."""
+        """Returns the module's (args, kwargs) with x among them."""
         leaves = enumerate(leaves_of(self.call))
-        values = (x if i == self.place else getattr(self, f"input_{i}", one) for i, one in leaves)
+        values = (x if i == self.place else getattr(self, f"input_{i}", leaf) for i, leaf in leaves)
         args, kwargs = recomputed(self.call, values)
         return tuple(args), kwargs
 
     def forward(self, x: Tensor) -> Tensor:
         args, kwargs = self.inputs(x)
         output = self.module(*args, **kwargs)
-        found = differentiated(output)
-        if not found:
+        tensors = differentiated(output)
+        if not tensors:
             raise ValueError("bench: wanted a floating-point tensor among the model's outputs")
-        return found[0]
+        return tensors[0]
 
     def train(self, mode: bool = True) -> Called:
         for replica in self.replicas.values():
@@ -68,21 +68,23 @@ class Called(nn.Module):
         return super().train(mode)
 
     def replica(self) -> Called:
-        """A copy on the same parameters and buffers, which follows `train`."""
-        shared = {id(one): one for one in (*self.parameters(), *self.buffers(), *leaves_of(self.call))}
-        made = copy.deepcopy(self, {**shared, id(self.replicas): {}})
-        self.replicas[len(self.replicas)] = made
-        return made
+        """Returns a copy on the same parameters and buffers, which follows `train`."""
+        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers(), *leaves_of(self.call))}
+        replica = copy.deepcopy(self, {**shared, id(self.replicas): {}})
+        self.replicas[len(self.replicas)] = replica
+        return replica
 
 
 def segments_in(replica: Called) -> list[Segment]:
-    """The regions of ckptkern.nn that it has, or else what convert fuses."""
+    """Returns the replica's regions of ckptkern.nn, or else those that convert fuses."""
     args, kwargs = replica.inputs(replica.x)
-    return [one for one in found_segments(Example("bench", replica.module, (args, kwargs))) if not one.is_block]
+    return [
+        segment for segment in found_segments(Example("bench", replica.module, (args, kwargs))) if not segment.is_block
+    ]
 
 
 def in_mode(model: Called, mode: str) -> Function:
-    """The module with all its regions in a mode."""
+    """Returns a replica with all its regions in a mode."""
     replica = model.replica()
     for segment in segments_in(replica):
         segment.set(Strategy(mode))
@@ -90,31 +92,31 @@ def in_mode(model: Called, mode: str) -> Function:
 
 
 def shared(model: nn.Module) -> nn.Module:
-    """A copy on the same parameters and buffers."""
-    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
+    """Returns a copy on the same parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def baseline_of(target: str) -> tuple[str, Maker]:
-    """A variant's name and maker, of FILE:FUNCTION. FUNCTION(model) returns what is called in the place of the model. It gets a
-    copy on the same parameters, which it may change. Raises ValueError with what is wrong with FILE:FUNCTION."""
+    """Returns a variant's name and maker from FILE:FUNCTION. FUNCTION(model) gets a copy on the same parameters, which it
+    may change, and returns what is called in place of the model. Raises ValueError with the reason."""
     function = load(target, again=False)
 
     def make(model: nn.Module, x: Tensor) -> Function:
         replica = model.replica() if isinstance(model, Called) else shared(model)
-        given = replica.module if isinstance(replica, Called) else replica
-        made = function(given)
-        if not callable(made):
-            raise TypeError(f"FUNCTION must return what is called as the model is, not {type(made).__name__}")
-        followers = [one for one in (given, made) if isinstance(one, nn.Module)]
-        if isinstance(replica, Called):  # which knows the other inputs, and y among the outputs
+        module = replica.module if isinstance(replica, Called) else replica
+        result = function(module)
+        if not callable(result):
+            raise TypeError(f"FUNCTION must return what is called as the model is, not {type(result).__name__}")
+        followers = [m for m in (module, result) if isinstance(m, nn.Module)]
+        if isinstance(replica, Called):  # it supplies the other inputs, and picks y from the outputs
             del replica.module
-            replica.module = made
+            replica.module = result
 
         def run(x: Tensor) -> Tensor:
-            for one in followers:
-                if one.training != model.training:
-                    one.train(model.training)
-            return replica(x) if isinstance(replica, Called) else made(x)
+            for follower in followers:
+                if follower.training != model.training:
+                    follower.train(model.training)
+            return replica(x) if isinstance(replica, Called) else result(x)
 
         return run
 
@@ -122,7 +124,7 @@ def baseline_of(target: str) -> tuple[str, Maker]:
 
 
 def has_dropout(model: Called) -> bool:
-    """Do two runs in training give two results?"""
+    """Returns whether two runs in training give different results."""
     x = model.x
     with seeded(), unmoved(model):
         model.train()
@@ -141,7 +143,7 @@ def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tu
 
 
 def case_of(target: str, device: torch.device, modes: Sequence[str] | None, dtype: torch.dtype | None) -> Case:
-    """The case of FILE:FUNCTION. Raises ValueError with what is wrong with it."""
+    """Returns the case of FILE:FUNCTION. Raises ValueError with the reason."""
     module, args, kwargs = model_and_inputs(target)
     model, x = _given(Called(module, (args, kwargs)), device, dtype)
     if not segments_in(model.replica()):

@@ -1,5 +1,5 @@
-"""Figures that others published, each at its size and on its GPU: ``bench --published`` measures the same sizes and shows these
-figures beside its own."""
+"""Lists figures that others published, each with its size and GPU: ``bench --published`` measures the same sizes and shows
+the published figures beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MB, MIB, GIB = 1e6, 2**20, 2**30  # bytes
 
 
 class Group(NamedTuple):
-    """What was published of the step of one size on one GPU. options: of the op. more: further variants."""
+    """Published figures of a step of one size on one GPU. options: of the op. more: further variants."""
 
     gpu: str
     op: str
@@ -28,10 +28,12 @@ class Group(NamedTuple):
     more: dict[str, Maker] | None = None
 
     def case(self, kind: str, **changes: Any) -> Case:
-        """The case; on a CPU, which can only show that it runs, at the op's default sizes. changes: of options."""
-        options = {name: one for name, one in self.options.items() if kind == "cuda" or isinstance(one, bool | str)}
+        """Returns the case; on a CPU, which can only show that it runs, at the op's default sizes. changes: of options."""
+        options = {
+            name: value for name, value in self.options.items() if kind == "cuda" or isinstance(value, bool | str)
+        }
         case = micro.case(self.op, kind, priority=HEADLINE + 1, **options | changes)
-        figures = [one._replace(variant=f"published: {one.variant}, {self.gpu}") for one in self.figures]
+        figures = [figure._replace(variant=f"published: {figure.variant}, {self.gpu}") for figure in self.figures]
         case = dataclasses.replace(
             case, baselines={**case.baselines, **(self.more or {})}, figures=figures if kind == "cuda" else ()
         )
@@ -39,10 +41,10 @@ class Group(NamedTuple):
 
 
 def stacked(case: Case, layers: int) -> Case:
-    """A case of so many layers, one after another, each with weights of its own."""
+    """Returns a case of several layers, one after another, each with its own weights."""
 
-    def given(*where) -> tuple[nn.Module, Tensor]:
-        models, inputs = zip(*(case.given(*where) for _ in range(layers)), strict=True)
+    def make(*where) -> tuple[nn.Module, Tensor]:
+        models, inputs = zip(*(case.make(*where) for _ in range(layers)), strict=True)
         return nn.Sequential(*models), inputs[0]
 
     def chain(functions: Sequence[Function]) -> Function:
@@ -55,14 +57,14 @@ def stacked(case: Case, layers: int) -> Case:
     return dataclasses.replace(
         case,
         name=f"{title}-L{layers}/{size}",
-        given=given,
+        make=make,
         ours=lambda model, mode: chain([case.ours(layer, mode) for layer in model]),
         baselines={name: each(make) for name, make in case.baselines.items()},
     )
 
 
 def _by(source: str, note: str = "") -> Callable[..., Figure]:
-    """Figures of a source: variant, ms, peak, saved."""
+    """Returns a constructor of a source's figures: variant, ms, peak, saved."""
     source = "; ".join(filter(None, (source, "forward + backward", note)))
     return lambda variant, *figures: Figure(variant, source, *figures)
 
@@ -82,7 +84,7 @@ def _tiled(model: nn.Module, x: Tensor) -> Function:
 
 
 def _head(gpu: str, rows: int, width: int, classes: int, figures: Sequence[Figure], **more: Maker) -> Group:
-    """The step of a head and its mean loss, with a workspace for backward that is not a 32nd of the GPU's memory, too."""
+    """Returns the step of a head and its mean loss, also with a smaller workspace than the default 1/32 of the GPU's memory."""
     options = dict(features=width, tokens=rows, classes=classes, reduction="mean")
     bounded = Within(256 * MIB, lambda model, x: lambda x: model.ours(x, "full"))
     return Group(gpu, "linear_cross_entropy", options, figures, more={"ckptkern full, 256 MiB": bounded, **more})
@@ -115,5 +117,5 @@ GROUPS = (
 
 
 def cases_of(kind: str) -> list[Case]:
-    """The cases of whole steps, the most important first, each once."""
+    """Returns the cases of whole steps, the most important first, each once."""
     return [*{case.name: case for case in (group.case(kind) for group in reversed(GROUPS))}.values()][::-1]

@@ -1,4 +1,4 @@
-"""Tables and figures from results.csv, and the part of a page of the documentation that shows them.
+"""Writes tables and figures of results.csv, and the part of a documentation page that shows them.
 
 python -m ckptkern.benchmarks.report --page docs/measurements/figures.md            write that part again
 python -m ckptkern.benchmarks.report --page docs/measurements/figures.md --check    exit status 1 if it is not current
@@ -17,7 +17,7 @@ from ..extras import missing
 from .cases import CHECKPOINT, CHECKPOINTS, EAGER, MODES
 
 SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
-WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: the median may be another program's doing
+WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: another program may have moved the median
 COLUMNS = (CHECKPOINT, *(f"ckptkern {mode}" for mode in MODES))  # variants of a page's table
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 MIB = 2**20
@@ -25,7 +25,7 @@ Rows = list[dict[str, str]]
 
 
 def read(folder: Path) -> tuple[dict[str, Rows], dict]:
-    """(rows of results.csv by case, env.json)."""
+    """Returns the rows of results.csv by case, and env.json."""
     by_case: dict[str, Rows] = {}
     with open(folder / "results.csv", newline="") as file:
         for row in csv.DictReader(file):
@@ -34,7 +34,7 @@ def read(folder: Path) -> tuple[dict[str, Rows], dict]:
 
 
 def table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Markdown, the first column left-aligned and the others right."""
+    """Returns a Markdown table, the first column left-aligned and the others right."""
     rule = ["---", *["---:"] * (len(heading) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
 
@@ -53,14 +53,14 @@ def _bytes(row: dict[str, str], field: str) -> str:
 
 
 def _spread(row: dict[str, str]) -> float | None:
-    """(p80 - p20) / median of a row's times."""
+    """Returns (p80 - p20) / median of a row's times."""
     known = row.get("ms") and row.get("p20_ms") and row.get("p80_ms")
     return (float(row["p80_ms"]) - float(row["p20_ms"])) / float(row["ms"]) if known else None
 
 
 def case_table(rows: Rows, timed: bool) -> str:
-    """All measured variants of a case, without columns that are empty. timed: with milliseconds, which mean something on a GPU
-    only."""
+    """Returns the table of a case's measured variants, without empty columns. timed: with milliseconds, which mean something
+    on a GPU only."""
     base = next((float(row["ms"]) for row in rows if row["variant"] == CHECKPOINT and row["ms"]), None)
 
     def by_checkpoint(row: dict[str, str]) -> str:
@@ -90,18 +90,18 @@ def case_table(rows: Rows, timed: bool) -> str:
 
 
 def _rate(row: dict[str, str]) -> str:
-    """Tokens a second of a step of a whole model."""
+    """Returns the tokens per second of a whole model's step."""
     return f"{1e3 * float(row['tokens']) / float(row['ms']):,.0f}" if row["ms"] and row.get("tokens") else "–"
 
 
 def _time(row: dict[str, str]) -> str:
-    """A row's ms, and the spread if it has one."""
+    """Returns a row's ms, and their spread if there is one."""
     ms = _figure(row, "ms", ".3f")
     return f"{ms} ({_figure(row, 'p20_ms', '.3f')}–{_figure(row, 'p80_ms', '.3f')})" if row.get("p20_ms") else ms
 
 
 def _notes(rows: Rows) -> str:
-    """What the rows of a case have to say beside their figures: notes, wide spreads, and which variants have none and why."""
+    """Returns notes on the rows of a case: remarks, wide spreads, and variants without figures with the reason."""
     others = [
         f"- {row['variant'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] not in SHOWN
     ]
@@ -117,12 +117,12 @@ def _notes(rows: Rows) -> str:
 
 
 def is_model(rows: Rows) -> bool:
-    """Has a row tokens, or the longest sequence that fits?"""
+    """Returns whether a row has tokens, or the longest sequence that fits."""
     return any(row.get("tokens") or row.get("longest") for row in rows)
 
 
 def preface(env: dict) -> str:
-    """Where and with what a folder's figures were measured."""
+    """Returns where and with what a folder's figures were measured."""
     versions = env.get("versions", {})
     text = f"torch {versions.get('torch', '?')}, triton {versions.get('triton', '?')}"
     if env.get("ceilings"):
@@ -134,7 +134,7 @@ def preface(env: dict) -> str:
 
 
 def report(folder: Path) -> str:
-    """report.md of a folder."""
+    """Returns the text of a folder's report.md."""
     by_case, env = read(folder)
     parts = [f"# {env.get('device', folder.name)}", preface(env)]
     parts.append(
@@ -222,12 +222,12 @@ def draw(folder: Path) -> None:
 
 
 def write(folder: Path) -> None:
-    """report.md."""
+    """Writes report.md."""
     (folder / "report.md").write_text(report(folder))
 
 
 def write_all(folder: Path, figures: bool = True) -> None:
-    """Writes report.md and, if asked for and matplotlib is there, the figures."""
+    """Writes report.md and, if requested and matplotlib is installed, the figures."""
     write(folder)
     if figures and (hint := missing("matplotlib")):
         print(f"no figures: {hint}", file=sys.stderr)
@@ -236,17 +236,17 @@ def write_all(folder: Path, figures: bool = True) -> None:
 
 
 def page_part(results: Path) -> str:
-    """Returns what belongs between the page's markers: the summaries of GPUs or, where there is none, of CPUs."""
+    """Returns the text between the page's markers: the summaries of GPUs or, if there are none, of CPUs."""
     folders = sorted(path.parent for path in results.glob("*/results.csv"))
     folders = [folder for folder in folders if "ceilings" in read(folder)[1]] or folders
     return "\n\n".join(map(summary, folders)) or "No results yet."
 
 
 def with_part(page: Path, begin: str, part: str, end: str) -> str:
-    """The text of a page with `part` between its markers. Raises ValueError where it has none."""
-    before, found, rest = page.read_text().partition(begin)
+    """Returns the text of a page with `part` between its markers. Raises ValueError if the page has none."""
+    before, marker, rest = page.read_text().partition(begin)
     _, last, after = rest.partition(end)
-    if not (found and last):
+    if not (marker and last):
         raise ValueError(f"{page} has no {begin} ... {end}")
     return f"{before}{begin}\n{part}\n{end}{after}"
 

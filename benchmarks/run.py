@@ -1,7 +1,7 @@
-"""``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
+"""Runs the benchmark cases on this machine's device and writes one folder of results: ``python -m ckptkern bench``.
 
-results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
-torch is needed for the measurements; the figures want matplotlib.
+results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. The
+measurements need torch only, the figures matplotlib.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ Job = tuple[Case, dict[str, Maker]]
 
 
 def device_name(device: torch.device) -> str:
-    """A folder's name: "cpu", "nvidia-h200"."""
+    """Returns the name of a device's folder, such as "cpu" or "nvidia-h200"."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def commit() -> str:
-    """$CKPTKERN_COMMIT, or what git says of this file; "unknown", with a warning, in a tree without history."""
+    """Returns $CKPTKERN_COMMIT, or git's commit of this file; "unknown", with a warning, in a tree without history."""
     described = os.environ.get("CKPTKERN_COMMIT") or env.answer(
         "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"
     )
     if not described:
-        say("WARNING: git knows no commit of this tree: env.json says unknown. Set CKPTKERN_COMMIT")
+        say("WARNING: git finds no commit of this tree, so env.json says unknown. Set CKPTKERN_COMMIT")
     return described or "unknown"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
-    found = {
+    """Returns the facts that a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
+    facts = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         **env.collect(),
@@ -62,35 +62,35 @@ def environment(device: torch.device) -> dict[str, Any]:
         fields = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
         index = str(device.index or 0)
         clocks = env.answer("nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader")
-        found["clocks"] = (
+        facts["clocks"] = (
             dict(zip(fields.split(","), clocks.split(", "), strict=False)) if clocks else "nvidia-smi does not answer"
         )
     if importlib.util.find_spec("triton"):
         from ..triton_kernels.tile import TILES
 
-        found["tiles"] = {
+        facts["tiles"] = {
             f"{kernel} sm_{arch}": {shapes: tile._asdict() for shapes, tile in table.items()}
             for (kernel, arch), table in TILES.items()
         }
-    return found
+    return facts
 
 
 def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
-    """Returns those of `known` whose name matches the regular expression; a comma is another |. Raises ValueError where none
-    does."""
+    """Returns the items of `known` whose name matches the regular expression; a comma is another |. Raises ValueError if
+    none does."""
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
         raise ValueError(f"{option} {pattern!r} is not a regular expression: {error}") from error
-    found = [one for one in known if matches(one.name)]
-    if not found:
-        raise ValueError(f"{option} {pattern!r} matches none of {', '.join(one.name for one in known)}")
-    return found
+    matching = [item for item in known if matches(item.name)]
+    if not matching:
+        raise ValueError(f"{option} {pattern!r} matches none of {', '.join(item.name for item in known)}")
+    return matching
 
 
 class Sheet:
-    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and variant, but
-    not of one that stood when `keep` was called. bad: what of ours was not right, by case and variant."""
+    """results.csv, whose rows are written as they come. A row replaces an earlier one of its case and variant, but not one
+    that stood when `keep` was called. bad: failures of ckptkern's, by case and variant."""
 
     def __init__(self, path: Path, standing: Iterable[dict[str, str]] = (), commit: str | None = None):
         self._path, self._commit = path, commit
@@ -100,7 +100,7 @@ class Sheet:
         self._write()
 
     def keep(self) -> None:
-        """Rows that a resumed run would leave as they are stay from now on."""
+        """Protects the rows that a resumed run would leave as they are."""
         self.final = {key for key, row in self.rows.items() if stands(row)}
 
     def _write(self) -> None:
@@ -136,8 +136,8 @@ class Sheet:
         self._write()
 
     def end(self, resumed: Container[str]) -> int:
-        """Prints what of ours was not right, and returns the exit status: 1 if anything was, UNFINISHED if the time was over
-        before all of the resumed cases was measured, else 0."""
+        """Prints the failures of ckptkern's. Returns the exit status: 1 if there are any, UNFINISHED if the time ended
+        before all resumed cases were measured, else 0."""
         for (case, variant), text in self.bad.items():
             say(f"NOT RIGHT: {case} {variant}: {text}")
         late = any(OVER in row.get("note", "") for row in self.rows.values() if row["case"] in resumed)
@@ -145,18 +145,19 @@ class Sheet:
 
 
 UNFINISHED = 124  # exit status of a resumed run whose time was over before all was measured, as timeout(1) has it
-OVER = "the budget"  # is in the note of what was dropped for it
+OVER = "the budget"  # in the note of cases dropped for time
 INTERRUPTED = "interrupted; --resume measures what is missing"
 STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need not measure it again
 
 
 def stands(row: Mapping[str, Any]) -> bool:
-    """Returns whether a resumed run leaves a row as it is; also one that ended a process or the memory, as it would again."""
+    """Returns whether a resumed run leaves a row as it is; also one that ended a process or ran out of memory, as it would
+    again."""
     return row.get("status") in STAND or row.get("note", "").startswith((measure.LOST, measure.OUT_OF_MEMORY))
 
 
 def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
-    """The rows of an earlier run in the folder. Raises ValueError if that was of another device, torch or triton."""
+    """Returns the rows of an earlier run in the folder. Raises ValueError if that was of another device, torch or triton."""
     path = out / "results.csv"
     if not path.exists():
         return []
@@ -168,11 +169,12 @@ def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
 
 
 def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
-    """What the arguments ask for: built-in cases, an op, or a user's module. Raises ValueError with what is wrong with them."""
+    """Returns the cases that the arguments select: built-in cases, an op, or a user's module. Raises ValueError with the
+    reason."""
     modes = tuple(filter(None, args.modes.split(","))) if args.modes is not None else None
     known = cases.MODES if args.op or args.case else cases.MODES + cases.BY_SUBLAYER
     if modes is not None and (not modes or set(modes) - {*known}):
-        raise ValueError(f"--modes: wanted some of {', '.join(known)}, with commas, but got {args.modes!r}")
+        raise ValueError(f"--modes: wanted modes of {', '.join(known)}, separated by commas, but got {args.modes!r}")
     dtype = FLOATS.get(args.dtype)
     if sum(map(bool, (args.op, args.case, args.cases))) > 1:
         raise ValueError("--op, --case and --cases exclude each other")
@@ -184,12 +186,14 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
     if args.case:
         return [own.case_of(args.case, device, modes, dtype)]
     if args.op:
-        found = [micro.case_of(args, device.type, modes)]
+        selected = [micro.case_of(args, device.type, modes)]
     else:
-        found = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
+        selected = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
     if modes is not None:
-        found = [dataclasses.replace(case, modes=[one for one in case.modes if one in (*modes, "")]) for case in found]
-    return [dataclasses.replace(case, dtype=dtype) for case in found]
+        selected = [
+            dataclasses.replace(case, modes=[mode for mode in case.modes if mode in (*modes, "")]) for case in selected
+        ]
+    return [dataclasses.replace(case, dtype=dtype) for case in selected]
 
 
 def say(text: str) -> None:
@@ -197,130 +201,147 @@ def say(text: str) -> None:
 
 
 CASE_HELP = """\
---case: FUNCTION takes no arguments and returns (model, inputs): inputs are a
-tensor, a tuple of positional arguments, or a dict of keyword arguments, of the
-size that training has. FILE is a file or an importable module. The first
-floating-point input gets a gradient. "ckptkern MODE" is what ckptkern.convert
-makes of the model, or its own layers of ckptkern.nn in that mode.
+examples:
+  python -m ckptkern bench --cases "^mlp" --list
+  python -m ckptkern bench --op mlp --features 4096 --tokens 8192
+  python -m ckptkern bench --case model.py:build --modes full
+
+--case: FUNCTION takes no arguments and returns (model, inputs). The inputs are
+a tensor, a tuple of positional arguments or a dict of keyword arguments, of the
+training size. FILE is a file or an importable module. The first floating-point
+input requires a gradient. "ckptkern MODE" is the model after ckptkern.convert,
+or with its own layers of ckptkern.nn in that mode.
 
 --baseline: FUNCTION(model) takes the case's eager model, for --op a module of
-ckptkern.benchmarks.models, and returns what is called in its place, on the same
-parameters: a function, or a module. It may change the model, which is a copy.
-Its results are checked like all others. The variant is called "your FUNCTION"."""
+ckptkern.benchmarks.models, and returns a function or module on the same
+parameters to call in its place. It may change the model, which is a copy. Its
+results are checked as all others are. The variant is called "your FUNCTION"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern bench``."""
-    parser.description = "Measure cases in every variant that is right: time, saved bytes, peak, error."
-    parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    """Adds the arguments of ``python -m ckptkern bench``."""
+    parser.description = "Measure time, saved bytes, peak and error of each case in every variant."
+    parser.add_argument(
+        "--cases", default="", metavar="REGEX", help="run the cases whose names match; a comma means or (default: all)"
+    )
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(
         "--headline",
         action="store_true",
-        help="of the cases those of the first figures: each op, the most important at d = 1024 and 4096; of torch.compile two "
-        "variants",
+        help="run the most important cases: each op, some at d = 1024 and 4096, with two variants of torch.compile",
     )
     parser.add_argument(
         "--published",
         action="store_true",
-        help="of the cases those of sizes of which others published figures, which the report shows beside ours",
+        help="run the cases of published figures, which the report shows beside ckptkern's",
     )
-    parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
+    parser.add_argument("--case", metavar="FILE:FUNCTION", help="run your own module instead; see below")
     parser.add_argument(
         "--baseline",
         metavar="FILE:FUNCTION",
         action="append",
         default=[],
-        help="a function of yours as one more variant; see below. May be given more than once",
+        help="add your own function as a variant; see below. May be repeated",
     )
     parser.add_argument(
         "--modes",
         metavar="MODE,...",
-        help="of none, selective and full; of layers among the cases also ATTENTION/MLP (default: all that a case has)",
+        help="recompute modes: none, selective, full; for layers also ATTENTION/MLP (default: all modes of a case)",
     )
     parser.add_argument(
-        "--dtype", choices=tuple(FLOATS), help="(default: bf16 on a GPU, fp32 on a CPU; --case: the module's)"
+        "--dtype",
+        choices=tuple(FLOATS),
+        help="dtype of the cases (default: bf16 on a GPU, fp32 on a CPU; --case: the module's)",
     )
     parser.add_argument(
         "--workspace",
         metavar="SIZE",
-        help="such as 64MiB, in which ckptkern's variants run; their names then end in it (default: the device's)",
+        help="workspace of ckptkern's variants, such as 64MiB, with which their names then end (default: the device's)",
     )
     parser.add_argument(
         "--compare",
         type=Path,
         metavar="OLD.csv",
-        help="a results.csv of before: print what moved beyond noise since (with its env.json beside it)",
+        help="print what changed beyond noise since an earlier results.csv, which has its env.json beside it",
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="list the cases and their variants, and do not measure")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"(default: {DEFAULT_RESULTS}/<device>; of --op and --case {OWN_RESULTS}/<device>)",
+        help=f"folder of the results (default: {DEFAULT_RESULTS}/<device>; with --op and --case {OWN_RESULTS}/<device>)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
     parser.add_argument(
-        "--rounds", type=int, default=30, metavar="N", help="turns of every variant (default: 30; on a CPU at most)"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device to measure (default: a GPU if there is one)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=30,
+        metavar="N",
+        help="rounds of timing per variant, on a CPU at most (default: 30)",
     )
     parser.add_argument(
         "--budget-minutes",
         type=float,
         metavar="M",
-        help=f"after this, the cases of lowest priority are dropped and named (default: {MINUTES['cuda']:g} on a GPU, "
+        help=f"drop the cases of lowest priority after this time, and name them (default: {MINUTES['cuda']:g} on a GPU, "
         f"{MINUTES['cpu']:g} on a CPU)",
     )
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
+        "--compile", action=argparse.BooleanOptionalAction, help="also measure torch.compile (default: on a GPU only)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
+        "--resume", action="store_true", help="keep the results in --out, and measure only what is missing"
     )
     parser.add_argument(
         "--figures",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="draw figures/CASE.png (default); without them --out holds results.csv, env.json and report.md alone",
+        help="draw figures/CASE.png beside results.csv, env.json and report.md (default: yes)",
     )
     micro.add_arguments(parser)
 
 
 def jobs_of(chosen: list[Case], compilers: Container[str], measured: Container[tuple[str, str]]) -> list[Job]:
-    """What is to be run, in order: cases with the variants that are not measured yet, and eager, to be timed in turns with
-    them. compilers: which variants of torch.compile. After the first figures come two of these on the first size of the most
-    important cases; the others, half a minute a case, come last."""
+    """Returns the jobs in order: cases with the variants that are not measured yet, and eager, to be timed interleaved.
+    compilers: the variants of torch.compile. After the first figures come two of these on the first size of the most
+    important cases; the others, half a minute per case, come last."""
     compiled = [name for name in cases.COMPILED if name in compilers]
     first = [case for case in chosen if case.priority <= cases.HEADLINE]
     rest = [case for case in chosen if case.priority > cases.HEADLINE]
     most = [case for case in first if case.priority == 0]
     two = [name for name in compiled if name in cases.FIRST_COMPILED]
-    found, planned = [], set()
+    jobs, planned = [], set()
     for group, names in ((first, None), (most, two), (rest, None), (first, compiled), (rest, compiled)):
         for case in group:
             makers = cases.variants(case) if names is None else {name: cases.COMPILED[name] for name in names}
             new = {name: make for name, make in makers.items() if (case.name, name) not in planned}
             planned |= {(case.name, name) for name in new}
             if left := {name: make for name, make in new.items() if (case.name, name) not in measured}:
-                found.append((case, {cases.EAGER: cases.eager} | left))
-    return found
+                jobs.append((case, {cases.EAGER: cases.eager} | left))
+    return jobs
 
 
 def with_baselines(chosen: list[Case], targets: list[str]) -> list[Case]:
-    """The cases with the user's own functions as further variants. Raises ValueError for what is not FILE:FUNCTION."""
-    found = {}
+    """Returns the cases with the user's own functions as further variants. Raises ValueError for anything but FILE:FUNCTION."""
+    makers = {}
     for target in targets:
         try:
             name, maker = own.baseline_of(target)
         except ValueError as error:
             raise ValueError(f"--baseline: {error}") from error
-        if name in found:
+        if name in makers:
             raise ValueError(f"--baseline: wanted functions of different names but got {target} twice")
-        found[name] = maker
-    return [dataclasses.replace(case, baselines={**case.baselines, **found}) for case in chosen]
+        makers[name] = maker
+    return [dataclasses.replace(case, baselines={**case.baselines, **makers}) for case in chosen]
 
 
 def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str, float]:
-    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
+    """Measures the GPU's limits in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
     source, n = torch.randn(2**28, device=device), 8192
     target = torch.empty_like(source)
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -328,26 +349,26 @@ def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str,
     work = {"copy 1 GiB": (2e-6 * source.nbytes, "copy GB/s"), "bf16 matmul 8192": (2e-9 * n**3, "bf16 matmul TFLOP/s")}
     measure.interleaved(steps, measure.cuda_clock, 3, cuda=True)
     times, _ = measure.interleaved(steps, measure.cuda_clock, rounds, cuda=True)
-    found = {}
+    rates = {}
     for name, taken in times.items():
         row = measure.Row("ceiling", name, device.type, "float32" if name.startswith("copy") else "bfloat16")
         measure.add_times(row, taken, None)
         amount, unit = work[name]
-        found[unit] = amount / row.ms
-        row.note = f"{found[unit]:.0f} {unit.split()[-1]}"
+        rates[unit] = amount / row.ms
+        row.note = f"{rates[unit]:.0f} {unit.split()[-1]}"
         emit(row)
-    return found
+    return rates
 
 
 def measure_all(
-    jobs: list[Job], sheet: Sheet, device: torch.device, out: Path, found: dict[str, Any], rounds: int, minutes: float
+    jobs: list[Job], sheet: Sheet, device: torch.device, out: Path, facts: dict[str, Any], rounds: int, minutes: float
 ) -> bool:
     """Writes results.csv, and report.md after each case. Returns whether the GPU is lost to this process."""
     kind = device.type
     deadline, lost = time.monotonic() + 60 * minutes, ""
     if kind == "cuda":
-        found["ceilings"] = ceilings(device, sheet, rounds)
-        (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+        facts["ceilings"] = ceilings(device, sheet, rounds)
+        (out / "env.json").write_text(json.dumps(facts, indent=2) + "\n")
     for place, (case, makers) in enumerate(jobs, 1):
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
         for figure in case.figures:
@@ -384,8 +405,8 @@ def measure_all(
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense; measure.LOST_STATUS if another process
-    has to go on, and with --resume UNFINISHED if the time was over before all was measured."""
+    """Returns 0 if all of ckptkern's variants were right and ran, 1 if not, 2 for invalid arguments; measure.LOST_STATUS if
+    another process has to go on, and with --resume UNFINISHED if the time ended before all was measured."""
     if args.device == "cuda" and not torch.cuda.is_available():
         say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
         return 2
@@ -398,17 +419,17 @@ def main(args: argparse.Namespace) -> int:
         if args.rounds < 1:
             raise ValueError(f"--rounds: wanted at least 1 but got {args.rounds}")
         size = parse_bytes("--workspace", args.workspace)
-        found = with_baselines(chosen(args, device), args.baseline)
-        found = [dataclasses.replace(case, workspace=size) for case in found]
-        old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
+        selected = with_baselines(chosen(args, device), args.baseline)
+        selected = [dataclasses.replace(case, workspace=size) for case in selected]
+        old = compare.read(args.compare) if args.compare else None  # read now, because --out may overwrite it
         if args.list:
-            for case in found:
+            for case in selected:
                 print(f"{case.name:36} {', '.join([*cases.variants(case), *compilers])}")
             return 0
     except ValueError as error:
         say(f"ckptkern bench: {error}")
         return 2
-    return run(found, device, compilers, old, args)
+    return run(selected, device, compilers, old, args)
 
 
 def run(
@@ -418,31 +439,31 @@ def run(
     old: compare.Run | None,
     args: argparse.Namespace,
 ) -> int:
-    """Measures the cases and writes the folder; main's exit status."""
+    """Measures the cases and writes the folder. Returns main's exit status."""
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
     settings["workspace"] = args.workspace
-    found = {"device": device_name(device), "settings": settings, **environment(device)}
-    found["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
+    facts = {"device": device_name(device), "settings": settings, **environment(device)}
+    facts["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]
     try:
-        earlier = earlier_rows(out, compare.setting_of(found)) if args.resume else []
+        earlier = earlier_rows(out, compare.setting_of(facts)) if args.resume else []
     except ValueError as error:
         say(f"ckptkern bench: {error}")
         return 2
     standing = {(row["case"], row["variant"]) for row in earlier if stands(row)}
     jobs = jobs_of(chosen, compilers, standing)
-    again = {case.name for case, _ in jobs}  # of other cases a fault stays a row
+    again = {case.name for case, _ in jobs}  # failed rows of other cases stay
     earlier = [row for row in earlier if row["case"] not in again or (row["case"], row["variant"]) in standing]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
+    (out / "env.json").write_text(json.dumps(facts, indent=2) + "\n")
 
-    if found["warning"]:
-        say(found["warning"])
+    if facts["warning"]:
+        say(facts["warning"])
     count = sum(len(makers) for _, makers in jobs)
     say(f"cases: {len(jobs)}, variants: {count}; the budget is {minutes:.3g} minutes")
-    sheet = Sheet(out / "results.csv", earlier, found["commit"])
-    lost = measure_all(jobs, sheet, device, out, found, args.rounds, minutes)
+    sheet = Sheet(out / "results.csv", earlier, facts["commit"])
+    lost = measure_all(jobs, sheet, device, out, facts, args.rounds, minutes)
     report.write_all(out, args.figures)
     status = sheet.end(again if args.resume else ())
     if dropped := [case for (case, _), row in sheet.rows.items() if row["status"] == "dropped" and case in again]:

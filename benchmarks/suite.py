@@ -1,4 +1,4 @@
-"""The built-in cases: ops at the sizes at which they are measured. To add a case, append to ROWS."""
+"""Lists the built-in cases: ops at the measured sizes. To add a case, append to ROWS."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CPU_ROWS, ROWS_ON_GPU = table.TOKENS["cpu"], table.TOKENS["cuda"]
 
 
 class Row(NamedTuple):
-    """An op at several sizes. sizes: of a device type, the most important first: features, tokens, and tokens of a sequence if
-    it has sequences. priority: of the first of them; each other has one more. options: of the op, or a function of features.
-    entry: of the op's table, if it is not the op's own."""
+    """An op at several sizes. sizes: by device type, the most important first: features, tokens, and tokens of a sequence if
+    it has sequences. priority: of the first size; each other size adds one. options: of the op, or a function of features.
+    entry: of the op's table, if not the op's own."""
 
     title: str
     op: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     entry: table.Op | None = None
 
     def at(self, kind: str, size: tuple[int, ...], priority: int = 0) -> Case:
-        """The case of one size."""
+        """Returns the case of one size."""
         options = self.options(size[0]) if callable(self.options) else self.options or {}
         sizes = dict(zip(("features", "tokens", "length"), size, strict=False))
         return micro.case(
@@ -100,19 +100,19 @@ ROWS = [
 
 
 def cases_of(kind: str, headline: bool = False, published_sizes: bool = False) -> list[Case]:
-    """The cases of a device type, or a part of them, the most important first. A CPU, which has four minutes for all, takes ops
-    that are in no row for the first figures alone."""
+    """Returns the cases of a device type, or a part of them, the most important first. A CPU, which has four minutes for
+    all, runs ops that are in no row only for the first figures."""
     if published_sizes:
         return published.cases_of(kind)
-    found = [row.at(kind, size, row.priority + place) for row in ROWS for place, size in enumerate(row.sizes[kind])]
+    cases = [row.at(kind, size, row.priority + place) for row in ROWS for place, size in enumerate(row.sizes[kind])]
     if headline or kind == "cuda":  # the mean loss, as training has it, of Llama-1B's width; and each other op
         width = {"cuda": 2048, "cpu": table.FEATURES["cpu"]}[kind]
-        found.append(micro.case("linear_cross_entropy", kind, priority=0, reduction="mean", features=width))
-        found += [
+        cases.append(micro.case("linear_cross_entropy", kind, priority=0, reduction="mean", features=width))
+        cases += [
             micro.case(op, kind, **({"reduction": "mean"} if op == "linear_distillation" else {}))
             for op in table.OPS
             if op not in {row.op for row in ROWS}
         ]
     if kind == "cuda":
-        found += published.cases_of(kind)
-    return sorted((case for case in found if case.priority <= HEADLINE or not headline), key=lambda case: case.priority)
+        cases += published.cases_of(kind)
+    return sorted((case for case in cases if case.priority <= HEADLINE or not headline), key=lambda case: case.priority)

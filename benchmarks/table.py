@@ -1,4 +1,4 @@
-"""The table of ops: the options of each, its model in eager PyTorch, and its baselines."""
+"""Lists the ops: the options of each, its model in eager PyTorch, and its baselines."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ INTERLEAVED: dict[str, Maker] = {"torch, experts interleaved": baselines.experts
 
 
 def _mlp_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    found: dict[str, Maker] = {}
+    makers: dict[str, Maker] = {}
     name = {"relu": "relu", "gelu_tanh": "gelu_approx"}.get(v.activation)
     if name and not v.dropout:
-        found["flash-attn FusedMLP"] = functools.partial(baselines.flash_attn_mlp, name)
+        makers["flash-attn FusedMLP"] = functools.partial(baselines.flash_attn_mlp, name)
     if v.activation == "gelu_tanh" and not v.bias and not v.dropout:
-        found["QuACK mlp_func"] = functools.partial(baselines.quack_mlp, "gelu_tanh_approx")
-    return found
+        makers["QuACK mlp_func"] = functools.partial(baselines.quack_mlp, "gelu_tanh_approx")
+    return makers
 
 
 def _gated_baselines(v: SimpleNamespace) -> dict[str, Maker]:
@@ -53,13 +53,13 @@ def _gated_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 
 
 def attention_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    found: dict[str, Maker] = {
+    makers: dict[str, Maker] = {
         f"{CHECKPOINT}, SDPA saved": baselines.SelectiveCheckpoint,
         "SDPA flash": baselines.sdpa_flash,
     }
     if not v.dropout:
-        found["own core, selective"] = baselines.own_core
-    return found
+        makers["own core, selective"] = baselines.own_core
+    return makers
 
 
 def _core_baselines(v: SimpleNamespace) -> dict[str, Maker]:
@@ -71,9 +71,9 @@ def _moe_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 
 
 def _head_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    """torch's chunks have no softcap."""
-    found = {"liger-kernel loss": baselines.liger_loss, "cut-cross-entropy, no filter": baselines.cut_cross_entropy}
-    return found | CHUNKS | ({} if v.softcap else {"torch chunks": baselines.torch_chunks})
+    """Returns the head's baselines; torch's chunks have no softcap."""
+    makers = {"liger-kernel loss": baselines.liger_loss, "cut-cross-entropy, no filter": baselines.cut_cross_entropy}
+    return makers | CHUNKS | ({} if v.softcap else {"torch chunks": baselines.torch_chunks})
 
 
 def _distillation_baselines(v: SimpleNamespace) -> dict[str, Maker]:
@@ -87,7 +87,7 @@ def _distillation_baselines(v: SimpleNamespace) -> dict[str, Maker]:
 class Op(NamedTuple):
     """An op of the table.
 
-    defaults  its options, and what they are if they are not given: a value, one per device type, or None: of other options
+    defaults  its options and their defaults: a value, one per device type, or None if it follows from other options
     model     options -> the module in eager PyTorch, whose `ours` is the op
     """
 

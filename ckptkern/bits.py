@@ -1,4 +1,4 @@
-"""Reads and writes the bits of tensors: booleans as bits, such as ReLU's masks, which ops save, and checksums."""
+"""Packs booleans into bits, such as ReLU's saved masks, and computes checksums of tensors' bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK = 2**22  # elements: bounds the transient memory of a checksum
 
 
 def pack_bits(bit: Tensor) -> Tensor:
-    """bool [M, N], a tensor of its own, -> uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
+    """Packs bool [M, N], contiguous, into uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
     M, N = bit.shape
     bit = bit if N % 8 == 0 else F.pad(bit, (0, -N % 8))
     # Eight bools as one number: the matmul has the j-th of them, its bit 8 j, at bit 56 + j. 4 times as fast as a sum.
@@ -20,7 +20,7 @@ def pack_bits(bit: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, N: int) -> Tensor:
-    """uint8 [M, ceil(N/8)] -> bool [M, N]."""
+    """Unpacks uint8 [M, ceil(N/8)] into bool [M, N]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     byte = torch.arange(256, dtype=torch.uint8, device=bits.device)
     bools = (byte.unsqueeze(-1) >> shifts & 1).view(torch.int64).flatten()  # of every byte, as one number
@@ -30,10 +30,10 @@ def unpack_bits(bits: Tensor, N: int) -> Tensor:
 @torch.no_grad()
 @_disable_current_modes()
 def checksum(x: Tensor) -> Tensor:
-    """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
+    """Computes sum((element's bits + 1) * (2 place + 1)) modulo 2**64 as an int64 scalar on x's device, without a host read.
 
-    A change of one element always changes it, because odd factors are invertible; so does almost every other change. 0 of a
-    tensor that does not show its bits: a subclass, or not strided.
+    A change of one element always changes the checksum, because odd factors are invertible; so does almost every other change.
+    The checksum is 0 for a tensor that does not show its bits: a subclass, or not strided.
     """
     if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
         return torch.zeros((), dtype=torch.int64, device=x.device)

@@ -1,26 +1,25 @@
-"""Defines errors about arguments. torch raises RuntimeError for a wrong shape, dtype or device; Python code expects
-ValueError or TypeError. Each class here is both, so either `except` catches it."""
+"""Defines errors about arguments that are both torch's RuntimeError and Python's ValueError or TypeError, so that either
+`except` catches them."""
 
 
 class ShapeError(ValueError, RuntimeError):
-    """Says that a tensor's shape does not fit the others'."""
+    """Raised if a tensor's shape does not fit the others'."""
 
 
 class DtypeError(TypeError, RuntimeError):
-    """Says that the op does not take a tensor's dtype, or that dtypes differ."""
+    """Raised if an op does not take a tensor's dtype, or if dtypes differ."""
 
 
 class DeviceError(ValueError, RuntimeError):
-    """Says that a tensor is on another device than the input."""
+    """Raised if a tensor is on another device than the input."""
 
 
 class LayoutError(TypeError, NotImplementedError):
-    """Says that a tensor is sparse or nested where the op needs a dense one. torch raises NotImplementedError, a
-    RuntimeError, here."""
+    """Raised if a tensor is sparse or nested where the op needs a dense one."""
 
 
 class BudgetError(ValueError, RuntimeError):
-    """Says that no choice of strategies meets a budget. least: the smallest feasible budget, in bytes."""
+    """Raised if no choice of strategies meets a budget. least: the smallest feasible budget, in bytes."""
 
     def __init__(self, message: str, least: int = 0):
         super().__init__(message, least)

@@ -16,8 +16,7 @@ NOT_INSTALLED = """ckptkern {command}: it is part of a checkout, and here only t
 
 
 def missing(*packages: str) -> str | None:
-    """Returns a message that names the missing packages and the command that installs them; None if all are
-    installed."""
+    """Returns a message with the missing packages and the command that installs them; None if all are installed."""
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     if not absent:
         return None
@@ -25,8 +24,8 @@ def missing(*packages: str) -> str | None:
 
 
 def from_checkout(module: str, command: str) -> ModuleType:
-    """Imports a module that a checkout has and no wheel. Without a checkout it ends the process with status 2, and says
-    how to get one and to run the command there."""
+    """Imports a module that only a checkout has. Without a checkout, says how to get one, and ends the process with status
+    2."""
     sys.path += [path for path in (str(CHECKOUT), str(CHECKOUT / "tests")) if path not in sys.path]
     try:
         return importlib.import_module(module)
@@ -38,9 +37,9 @@ def from_checkout(module: str, command: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal where rich is installed, which goes when all is done. Yields what is told each stage, and how many
-    were before it."""
+def progress(title: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Shows a progress bar inside the block, on a terminal where rich is installed. Yields a function of a stage's name and
+    the number of stages before it."""
     if not sys.stderr.isatty() or missing("rich"):
         yield lambda *stage: None
         return
@@ -48,5 +47,5 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda name, done=None: bar.update(task, completed=done, description=f"{what}: {name or 'the model'}")
+        task = bar.add_task(title, total=total)
+        yield lambda name, done=None: bar.update(task, completed=done, description=f"{title}: {name or 'the model'}")

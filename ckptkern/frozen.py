@@ -1,11 +1,10 @@
-"""Frozen quantised weights as arguments of the ops, in the place of a weight.
+"""Implements frozen quantised weights as arguments of the ops.
 
-A `Frozen` has the shape and dtype of the weight that it stands for, and holds only the quantised tensors of the library that
-made them. An op saves it for backward as it is, and dequantises it in each pass; in other PyTorch operations it is dequantised
-where it is read.
+A `Frozen` has the shape and dtype of the weight that it stands for, and holds only the library's quantised tensors. An op saves
+it for backward as it is, and dequantises it in each pass; other PyTorch operations dequantise it where they read it.
 
-The functions of the library that made a weight dequantise it. Those of raw tensors (block_fp8, mxfp4) are written here, in the
-formulas that their publishers' own code has.
+The library that made a weight dequantises it. Raw tensors (block_fp8, mxfp4) are dequantised here, by their publishers'
+formulas.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ VIEWS = frozenset(
         aten.unsqueeze.default,
     )
 )
-SWAPS = {("transpose.int", (-2, -1))}  # of each expert
+SWAPS = {("transpose.int", (-2, -1))}  # transposes each expert
 SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
-_MARK = "frozen:"  # begins the string in which an op's options say which of its tensors are parts of a Frozen
+_MARK = "frozen:"  # begins an op's option string that says which of its tensors are parts of a Frozen
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK = 128  # of block_fp8, in both dimensions
 GROUP = 32  # values that share a scale in mxfp4
-AT_ONCE = 2**20  # elements that are dequantised at a time where that has temporaries
+AT_ONCE = 2**20  # elements dequantised at a time by kinds with temporaries
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same negative
 TORCHAO = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "intx", "Float8Tensor": "float8"}
 OPTIONAL = {"Int8Tensor": ("zero_point",)}
@@ -53,8 +52,8 @@ QUANTISES_INPUT = ("act_quant_kwargs", "activation_quantization", "act_quant_sca
 
 
 class Layout(NamedTuple):
-    """What a Frozen is besides its tensors, in plain values. shape: of the whole weight; dtype: of the weight that it stands
-    for; numbers: of its kind; views: that are taken of the dequantised weight, in order."""
+    """Describes a Frozen besides its tensors, in plain values. shape: of the whole weight. dtype: of the weight that it
+    stands for. numbers: parameters of its kind. views: operations on the dequantised weight, in order."""
 
     kind: str
     shape: tuple[int, ...]
@@ -63,19 +62,19 @@ class Layout(NamedTuple):
     views: tuple = ()
 
 
-Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors: the library's
+Taken = tuple[Layout, tuple[Tensor, ...]]  # a Frozen's layout and tensors
 
 
 def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    """Returns one expert of parts that have an entry for each expert, or are one for all."""
+    """Returns one expert of parts that have an entry for each expert, or are common to all."""
     own = [part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts]
     return layout._replace(shape=layout.shape[1:]), tuple(own)
 
 
 class Kind(NamedTuple):
-    """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
-    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it.
-    expert(parts, layout, e) -> what one of [E, n, k] is."""
+    """A kind of quantisation. dequantized(parts, layout, dtype) -> the whole weight; for raw tensors, [n, k]. transient:
+    bytes of temporaries per element, for at most AT_ONCE elements, or for all if it is below 1. package: that dequantises
+    it. expert(parts, layout, e): one expert of [E, n, k]."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
@@ -84,7 +83,7 @@ class Kind(NamedTuple):
 
 
 def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None) -> Taken:
-    """(layout, the library's tensors) of what `Frozen` is given. Raises what `Frozen` raises."""
+    """Returns the layout and the library's tensors for `Frozen`'s arguments. Raises what `Frozen` raises."""
     if dtype is not None and dtype not in (*FLOATS, torch.float64):
         raise DtypeError(f"Frozen: dtype must be float16, bfloat16, float32 or float64, not {dtype}")
     if kind is not None:
@@ -109,22 +108,22 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
     if kind.package or len(layout.shape) == 2:
         return kind.dequantized(parts, layout, dtype)
     whole = parts[0].new_empty(layout.shape, dtype=dtype)
-    for expert, made in enumerate(whole):
+    for expert, values_of_expert in enumerate(whole):
         own, values = kind.expert(parts, layout, expert)
-        made.copy_(kind.dequantized(values, own, dtype))
+        values_of_expert.copy_(kind.dequantized(values, own, dtype))
     return whole
 
 
 def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
-    """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
-    if (found := packed_4bit(data)) is not None:
-        packed, state = found
+    """Returns whether these are still the tensors of a library's weight, which the library may pack or quantise again."""
+    if (packed_and_state := packed_4bit(data)) is not None:
+        packed, state = packed_and_state
         return state is not None and packed.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
     return data.qdata is parts[0] and data.scale is parts[1]
 
 
 def why_not(data: Any) -> str:
-    """Why no Frozen can be made of a weight; "" if one can."""
+    """Returns the reason why no Frozen can be made of a weight; "" if one can."""
     try:
         layout_of(data, None, None, None)
     except (TypeError, ValueError) as error:  # ShapeError and DtypeError are such
@@ -136,8 +135,8 @@ def why_not(data: Any) -> str:
 
 
 def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
-    """Returns (the packed values, their QuantState) of a Params4bit, or of the parametrizations of a parameter that went
-    through bitsandbytes' replace_parameter_4bit if there are no others; None for other data."""
+    """Returns the packed values and their QuantState of a Params4bit, or of the parametrizations of a parameter that went
+    through bitsandbytes' replace_parameter_4bit alone; None for other data."""
     if isinstance(data, ParametrizationList) and len(data) == 1 and hasattr(data[0], "quant_state"):
         return data.original, data[0].quant_state
     return (data, data.quant_state) if type(data).__name__ == "Params4bit" else None
@@ -153,12 +152,12 @@ def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> T
         )
     if state.quant_type not in ("nf4", "fp4") or state.dtype not in FLOATS:
         raise ValueError(
-            f"Frozen: of bitsandbytes' kinds it takes nf4 and fp4 of 16-bit or float32 weights, not {state.quant_type!r} of "
+            f"Frozen: a Params4bit must be nf4 or fp4 of a 16-bit or float32 weight, but is {state.quant_type!r} of "
             f"{state.dtype}"
         )
     shape = tuple(state.shape)
     bytes_, whole_rows = packed.numel() * packed.element_size(), len(shape) < 3 or shape[2] % state.blocksize == 0
-    # bitsandbytes 0.50's CPU kernel gives rows that are no whole blocks the scales of others
+    # bitsandbytes 0.50's CPU kernel uses wrong scales for rows that are not whole blocks
     if len(shape) not in (2, 3) or not whole_rows or -(-math.prod(shape) // 2) != bytes_:
         raise ShapeError(
             f"Frozen: the Params4bit has {bytes_} bytes for a weight of shape {shape}; it must "
@@ -179,12 +178,15 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
     offset, absmax2, code2 = nested or (None, None, None)
     blocksize, *inner = layout.numbers
     state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
-    made = dtype if dtype in FLOATS else torch.float32
-    return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
+    computed = dtype if dtype in FLOATS else torch.float32
+    return dequantize_4bit(
+        packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, computed, offset, state2)
+    )
 
 
 def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
-    """Dequantises its scales, which begin anywhere in a block of them, as bitsandbytes' dequantize_blockwise does."""
+    """Returns one expert with its scales dequantised, as bitsandbytes' dequantize_blockwise does: they begin anywhere in a
+    block."""
     packed, absmax, *nested = parts
     packed, absmax = (part.view(layout.shape[0], -1)[expert] for part in (packed.view(torch.uint8), absmax))
     if nested:
@@ -202,8 +204,8 @@ def _of_torchao(data: Any, dtype: torch.dtype | None) -> Taken:
     for attribute in QUANTISES_INPUT:
         if getattr(data, attribute, None) is not None:
             raise TypeError(
-                f"Frozen: a torchao {name} with {attribute} changes its layer's input too, so that it does not multiply by the "
-                f"dequantised weight; quantise weight-only"
+                f"Frozen: a torchao {name} with {attribute} changes its layer's input too, so that the matmul is not that of "
+                f"the dequantised weight; quantise weight-only"
             )
     block = tuple(data.block_size or ())
     optional = [part for part in OPTIONAL.get(name, ()) if getattr(data, part) is not None]
@@ -226,12 +228,12 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 
     def of(parts: Sequence[Tensor]) -> Tensor:
         if layout.kind == "int8":
-            made = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
+            weight = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
         elif layout.kind == "float8":
-            made = quantization.Float8Tensor(*parts, block_size=block, dtype=own)
+            weight = quantization.Float8Tensor(*parts, block_size=block, dtype=own)
         else:
-            made = quantization.IntxUnpackedToInt8Tensor(*parts, getattr(torch, target), tuple(block), own, None)
-        return made.dequantize()
+            weight = quantization.IntxUnpackedToInt8Tensor(*parts, getattr(torch, target), tuple(block), own, None)
+        return weight.dequantize()
 
     if len(layout.shape) == 3 or block[0] != 1:
         return of(parts)
@@ -244,7 +246,7 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Taken:
     if kind not in ("block_fp8", "mxfp4"):
         raise ValueError(
-            f"Frozen: kind must be 'block_fp8' or 'mxfp4', not {kind!r}; a weight of bitsandbytes or torchao has its own"
+            f"Frozen: kind must be 'block_fp8' or 'mxfp4', not {kind!r}; a bitsandbytes or torchao weight has a kind of its own"
         )
     if not isinstance(data, Tensor) or not isinstance(scales, Tensor):
         raise TypeError(f"Frozen: kind={kind!r} needs data and scales as tensors")
@@ -271,7 +273,7 @@ def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> 
 
 
 def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
+    """Computes float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
     data, scales = parts
     columns = torch.arange(data.shape[1], device=data.device) // BLOCK
 
@@ -284,7 +286,7 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
 
 
 def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    """transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
+    """Computes transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
     blocks, scales = parts
     table = torch.tensor([sign * value for sign in (1, -1) for value in FP4], dtype=torch.float32, device=blocks.device)
 
@@ -297,22 +299,22 @@ def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tenso
 
 
 def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tensor]) -> Tensor:
-    """The weight [n, k] from rows_of(some of its rows), which begin at multiples of BLOCK."""
+    """Returns the weight [n, k] from rows_of(slice of rows), whose slices begin at multiples of BLOCK."""
     n, k = layout.shape
     step = max(AT_ONCE // max(k, 1) // BLOCK, 1) * BLOCK
     if n <= step:
         return rows_of(slice(0, n)).to(dtype)
-    made: Tensor | None = None
+    weight: Tensor | None = None
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         part = rows_of(rows)
-        made = part.new_empty(layout.shape, dtype=dtype) if made is None else made
-        made[rows] = part
-    return made
+        weight = part.new_empty(layout.shape, dtype=dtype) if weight is None else weight
+        weight[rows] = part
+    return weight
 
 
 KINDS = {  # bytes as measured on a CPU, and a little more
-    # of float32 scales; of all elements, because they are all at once
+    # float32 scales of all elements, because all are dequantised at once
     "nf4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
     "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes", _expert_4bit),
     "int8": Kind(_torchao, 13, "torchao"),
@@ -327,15 +329,14 @@ KINDS = {  # bytes as measured on a CPU, and a little more
 
 
 class Frozen(Tensor):
-    """Stands for a frozen quantised weight where an op takes a weight: `ckptkern.gated_mlp(x, Frozen(q1), Frozen(q2), ...)`.
+    """A frozen quantised weight as an op's weight: `ckptkern.gated_mlp(x, Frozen(q1), Frozen(q2), ...)`.
 
-    data: a quantised weight with its own numbers,
+    data: a library's quantised weight [n, k] or [E, n, k]:
 
-        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k] or [E, n, k], or what parametrizes
-        a parameter `name` after its replace_parameter_4bit, module.parametrizations.name;
-        torchao's Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor, weight-only, [n, k] or [E, n, k];
+        bitsandbytes' Params4bit (NF4, FP4, double quantisation), or module.parametrizations.name after replace_parameter_4bit;
+        torchao's weight-only Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor;
 
-    or raw tensors of a `kind`,
+    or raw tensors of a `kind`:
 
         "block_fp8"  float8 data [n, k] or [E, n, k], scales [ceil(n / 128), ceil(k / 128)] or [E, ...] (DeepSeek-V3's
                      weight_scale_inv): w = data * scale of its 128 x 128 block;
@@ -343,13 +344,14 @@ class Frozen(Tensor):
                      [n, k / 32] or [E, ...]: w = value * 2 ** (scale - 127) (OCP Microscaling Formats 1.0; GPT-OSS's blocks
                      and scales).
 
-    dtype: that of the weight that it stands for; by default what the library dequantises to, and bfloat16 for raw tensors.
-    The library's own function dequantises (`dequantize`); of raw tensors it is ours. Only references are held: a state_dict,
-    merging and saving are the library's. An op saves the quantised memory for backward, dequantises in forward and again in
-    backward, counts that against its workspace, and forms no gradient. Any other operation dequantises, too.
+    dtype: of the weight that it stands for; by default what the library dequantises to, and bfloat16 for raw tensors.
 
-    Raises TypeError for data of an unknown class, a torchao tensor that quantises activations too, and a `kind` without scales;
-    ValueError for an unknown kind or number; ShapeError and DtypeError for tensors that do not fit the kind.
+    Holds only references: state_dict, merging and saving are the library's. An op saves the quantised memory for backward,
+    dequantises in forward and again in backward within its workspace, and computes no gradient. Other operations dequantise
+    too.
+
+    Raises TypeError for data of an unknown class, a torchao tensor that quantises activations, and a `kind` without scales;
+    ValueError for an unknown kind; ShapeError and DtypeError for tensors that do not fit the kind.
     """
 
     layout_: Layout
@@ -363,16 +365,16 @@ class Frozen(Tensor):
 
     @property
     def kind(self) -> str:
-        """The kind of quantisation: "nf4", "fp4", "int8", "intx", "float8", "block_fp8" or "mxfp4"."""
+        """Returns the kind of quantisation: "nf4", "fp4", "int8", "intx", "float8", "block_fp8" or "mxfp4"."""
         return self.layout_.kind
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The library's tensors."""
+        """Returns the library's tensors."""
         return tuple(getattr(self, name) for name in self.part_names)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
+        """Computes the weight as a plain tensor in `dtype`, by default its own."""
         layout, parts = self.layout_, self.parts
         dtype = dtype or layout.dtype
         if parts[0].is_meta:
@@ -383,12 +385,12 @@ class Frozen(Tensor):
         return viewed(whole.to(dtype), layout.views)
 
     def whole(self) -> tuple[Frozen, tuple]:
-        """(the whole weight, the views of it that this one is)."""
+        """Returns the whole weight, and the views of it that this tensor is."""
         return _made(self.layout_._replace(views=()), self.parts), self.layout_.views
 
     def data_ptr(self) -> int:
         raise RuntimeError(
-            "ckptkern.Frozen has no address, because its numbers are quantised; take that of dequantize()"
+            "ckptkern.Frozen has no address, because its numbers are quantised; take the address of dequantize()"
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Frozen:
@@ -430,28 +432,28 @@ class Frozen(Tensor):
             dim, expert = args[1:] if function is aten.select.int else (None, 0)
             if dim == 0 and len(layout.shape) == 3 and {view[:2] for view in layout.views} <= SWAPS:
                 return _made(*KINDS[layout.kind].expert(parts, layout, expert % layout.shape[0]))
-            if function in VIEWS and not kwargs:  # of what is dequantised
+            if function in VIEWS and not kwargs:  # views of the dequantised weight
                 name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
                 results = function(_like(layout), *args[1:])
                 places = [None] if isinstance(results, Tensor) else range(len(results))
-                made = [_made(layout._replace(views=(*layout.views, (name, args[1:], i))), parts) for i in places]
-                return made[0] if isinstance(results, Tensor) else made
+                views = [_made(layout._replace(views=(*layout.views, (name, args[1:], i))), parts) for i in places]
+                return views[0] if isinstance(results, Tensor) else views
             if function is aten._to_copy.default:
                 dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
                 parts = parts if device is None else tuple(part.to(device) for part in parts)
                 return _made(layout._replace(dtype=dtype), parts)
         if function is aten._grouped_mm.default and len(args) == 3 and type(args[2]) is Tensor:
             return _grouped_mm(*args)
-        given = zip(function._schema.arguments, args, strict=False)
-        changed = [one for a, one in given if a.alias_info is not None and a.alias_info.is_write]
+        arguments = zip(function._schema.arguments, args, strict=False)
+        changed = [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write]
         if Frozen in map(type, (*changed, *(kwargs.values() if function._schema.is_mutable else ()))):
             raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
-        args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
+        args, kwargs = tree_map(lambda value: value.dequantize() if type(value) is Frozen else value, (args, kwargs))
         return function(*args, **kwargs)
 
 
 def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
-    """Computes torch's grouped matmul with one expert after the other dequantised. Reads `offs` on the host."""
+    """Computes torch's grouped matmul, dequantising one expert after another. Reads `offs` on the host."""
     y = x.new_zeros(len(x), weight.shape[2])
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
         if start < stop:
@@ -460,7 +462,7 @@ def _grouped_mm(x: Tensor, weight: Frozen, offs: Tensor) -> Tensor:
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
-    """tensor after views, each (operation, arguments, which of several results)."""
+    """Applies views to a tensor, each (operation, arguments, index among several results)."""
     for name, args, place in views:
         packet, overload = name.split(".")
         tensor = getattr(getattr(aten, packet), overload)(tensor, *args)
@@ -475,26 +477,26 @@ def _like(layout: Layout) -> Tensor:
 
 def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
     like = _like(layout)
-    made = Tensor._make_wrapper_subclass(
+    frozen = Tensor._make_wrapper_subclass(
         Frozen, like.shape, strides=like.stride(), dtype=layout.dtype, device=parts[0].device, requires_grad=False
     )
     names = [f"part{i}" for i in range(len(parts))]
-    vars(made).update(zip(names, parts, strict=True), layout_=layout, part_names=names)
-    return made
+    vars(frozen).update(zip(names, parts, strict=True), layout_=layout, part_names=names)
+    return frozen
 
 
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes of all Frozen among the weights dequantised at once for an op that computes in `dtype`, of the largest alone, of
-    experts one expert), each with what is transient while one is dequantised."""
-    found = [w for w in weights if type(w) is Frozen]
-    if not found:
+    """Returns the bytes of all Frozen weights dequantised at once in `dtype`, and of the largest alone (for experts, one
+    expert). Both include the temporaries while one is dequantised."""
+    frozen = [w for w in weights if type(w) is Frozen]
+    if not frozen:
         return 0, 0
     transient = []
-    for w in found:
+    for w in frozen:
         of_each, numel = KINDS[w.kind].transient, math.prod(w.layout_.shape[-2:])
         transient.append(int(of_each * (numel if of_each < 1 else min(numel, AT_ONCE))))
-    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in found) * dtype.itemsize
-    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in found)
+    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in frozen) * dtype.itemsize
+    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in frozen)
     return whole + max(transient), max(map(operator.add, singles, transient))
 
 
@@ -502,28 +504,28 @@ def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
 
 
 def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments of a library op of ours with the parts of each Frozen in its place, and a string that says so."""
-    given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+    """Returns the arguments of a library op with each Frozen replaced by its parts, and a string that says which they are."""
+    arguments = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
     flat: list[Tensor | None] = []
     places = []
-    for i, tensor in enumerate(given["tensors"]):
+    for i, tensor in enumerate(arguments["tensors"]):
         if type(tensor) is Frozen:
             dtype = str(tensor.dtype).removeprefix("torch.")
             places.append((i, len(tensor.parts), tuple(tensor.layout_._replace(dtype=dtype))))
             flat += tensor.parts
         else:
             flat.append(tensor)
-    return list((given | {"tensors": flat, "strings": [*given["strings"], f"{_MARK}{places!r}"]}).values())
+    return list((arguments | {"tensors": flat, "strings": [*arguments["strings"], f"{_MARK}{places!r}"]}).values())
 
 
 def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Sequence[Tensor | None]:
-    """The inverse of `flattened`."""
+    """Returns the tensors of `flattened` with each Frozen again in the place of its parts."""
     if not strings or not strings[-1].startswith(_MARK):
         return tensors
-    rest, made, done = iter(tensors), [], 0
+    rest, result, done = iter(tensors), [], 0
     for place, count, (kind, shape, dtype, numbers, views) in ast.literal_eval(strings[-1].removeprefix(_MARK)):
-        made += [next(rest) for _ in range(place - done)]
+        result += [next(rest) for _ in range(place - done)]
         layout = Layout(kind, shape, getattr(torch, dtype), numbers, views)
-        made.append(_made(layout, [next(rest) for _ in range(count)]))
+        result.append(_made(layout, [next(rest) for _ in range(count)]))
         done = place + 1
-    return [*made, *rest]
+    return [*result, *rest]

@@ -34,7 +34,7 @@ _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 1
 
 
 def parse_size(text: str) -> int | None:
-    """Returns the bytes of a size like "64MiB", "1.5 GB" or "4096"; None if it is not a size, or negative."""
+    """Returns the bytes of a size like "64MiB", "1.5 GB" or "4096"; None for anything else."""
     number = text.strip().rstrip("BbIiKkMmGg").strip()
     unit = text.strip()[len(number) :].strip().upper() or "B"
     try:
@@ -45,7 +45,7 @@ def parse_size(text: str) -> int | None:
 
 
 def bytes_of(value: object) -> int | None:
-    """Returns the bytes of a number such as 2**30 or 1e9, or of a size such as "64MiB"; None if it is neither, or negative."""
+    """Returns the bytes of a number such as 2**30 or 1e9, or of a size such as "64MiB"; None for anything else."""
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, float) and value.is_integer():
@@ -54,7 +54,7 @@ def bytes_of(value: object) -> int | None:
 
 
 def format_size(size: int) -> str:
-    """Formats bytes in the largest binary unit that gives a number of at least 1: "1.5 MiB"."""
+    """Formats bytes in the largest binary unit that gives at least 1: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{three_digits(size)} {unit}"
@@ -63,36 +63,33 @@ def format_size(size: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Formats a number with three significant digits, more for whole thousands, and without an exponent above one."""
+    """Formats a number with three significant digits, more for whole thousands, and without an exponent from 1 on."""
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 @dataclass
 class SavedTensors:
-    """Lists what autograd saved: ``tensors`` holds one (shape, dtype, nbytes) per storage, in the order of saving.
-
-    shape and dtype are those of the first tensor saved from the storage; nbytes is the size of the whole storage, which
-    stays allocated even for a small view. ``print(saved)`` lists them, the largest first.
-    """
+    """Saved tensors: ``tensors`` has one (shape, dtype, nbytes) per storage, in the order of saving. nbytes is the whole
+    storage's."""
 
     tensors: list[tuple[torch.Size, torch.dtype, int]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all storages in ``tensors``."""
+        """Returns the bytes of all storages in ``tensors``."""
         return sum(nbytes for _, _, nbytes in self.tensors)
 
     def __str__(self) -> str:
         count = len(self.tensors)
         lines = [f"{format_size(self.bytes):>9} in {count} tensor{'' if count == 1 else 's'}"]
-        for shape, dtype, nbytes in sorted(self.tensors, key=lambda one: -one[2]):
+        for shape, dtype, nbytes in sorted(self.tensors, key=lambda row: -row[2]):
             lines.append(f"{format_size(nbytes):>9}  {str(dtype).removeprefix('torch.'):8}  {list(shape)}")
         return "\n".join(lines)
 
 
 @dataclass
 class Peak:
-    """Holds ``bytes``, the peak allocation above that on entry; 0 until the block ends."""
+    """``bytes``: the peak allocation above that on entry; 0 until the block ends."""
 
     bytes: int = 0
 
@@ -108,7 +105,7 @@ _INDICES = {  # the methods that return what a sparse tensor is made of
 
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with a storage of their own that ``tensor`` is made of: itself, unless it is a wrapper or sparse."""
+    """Yields the tensors that own ``tensor``'s memory: itself, or a wrapper's or sparse tensor's parts."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
@@ -128,8 +125,8 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[StorageWeakRef, int]:
-    """Returns the bytes of each storage of the tensors. A weak reference keeps the address of a dead storage from being reused,
-    so a key never stands for two storages."""
+    """Returns the bytes of each storage of the tensors. A weak reference keeps the address of a dead storage from being
+    reused, so a key never stands for two storages."""
     storages = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
@@ -147,8 +144,8 @@ _counters = _Counters()
 
 @contextlib.contextmanager
 def placeholders() -> Iterator[None]:
-    """Tensors on the meta device that are made inside stand for others, and take no memory even in a model that is counted
-    there."""
+    """Marks meta tensors that are created inside as placeholders, which take no memory even in a model that is counted on
+    the meta device."""
     before, _counters.placeholders = _counters.placeholders, True
     try:
         yield
@@ -161,8 +158,8 @@ def are_placeholders() -> bool:
 
 
 def note_saved(tensors: Iterable[torch.Tensor]) -> None:
-    """Counts these in the innermost saved_tensors block. For saved-tensor hooks inside of it, which get what autograd saves in
-    its place, to say what they keep on the device."""
+    """Counts these tensors in the innermost saved_tensors block. Called by inner saved-tensor hooks, which hide what
+    autograd saves, for what they keep on the device."""
     if _counters.active:
         for tensor in tensors:
             _counters.active[-1](tensor)
@@ -170,8 +167,8 @@ def note_saved(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterator[None]:
-    """Calls save(tensor) for each tensor that is saved for backward. hold=False: nothing is saved in truth, so a model may be
-    measured that does not fit, and has no backward."""
+    """Calls save(tensor) for each tensor that is saved for backward. hold=False: nothing is held, so that a model that does
+    not fit can be counted; it has no backward."""
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         save(tensor)
@@ -195,23 +192,13 @@ def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Ite
         loss.backward()
         print(saved.bytes, saved.tensors)
 
-    exclude: modules, for their parameters and buffers, or tensors that are not counted, nor are views of them; a cast
-    copy of a parameter has its own storage and is counted. All devices and dtypes are supported: on meta tensors and
-    fake tensors the figure is exact, too, without any computation. DTensor and other wrapper subclasses count by their
-    local parts.
+    exclude: a module, for its parameters and buffers, or tensors that do not count, nor do their views.
 
-    A tensor counts when it is saved, even if its graph is freed before the block ends, so run only forward inside. Of
-    the tensors that a store of ``ckptkern.storage`` takes inside the block, those count that stay on the device.
+    Bytes are exact on all devices, also on meta and fake tensors. Wrapper subclasses such as DTensor count by their local
+    parts, tensors in a store of ``ckptkern.storage`` if they are on the device. Run only forward inside.
 
-    The block does not see
-
-    - tensors that inner saved-tensor hooks take, such as ``torch.autograd.graph.save_on_cpu``;
-    - tensors that a checkpointed region inside it discards;
-    - tensors that a Function puts on ``ctx`` itself instead of ``ctx.save_for_backward``.
-
-    The block does not extend the life of any tensor: it stores a saved output detached, which makes no cycle. Hooks
-    switch off autograd's check for in-place changes between forward and backward, so the block makes this check itself
-    and raises RuntimeError in backward.
+    Tensors do not count that inner saved-tensor hooks take, that a checkpointed region discards, or that a Function puts on
+    ``ctx`` without ``save_for_backward``. Raises RuntimeError in backward if a saved tensor was changed in place.
     """
     saved = SavedTensors()
     if isinstance(exclude, torch.nn.Module):
@@ -245,7 +232,7 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 @dataclass
 class Timeline:
-    """Holds allocated bytes over time: ``bytes[i]`` from ``milliseconds[i]`` on, above those on entry; ``marks``: when
+    """Allocated bytes over time, above those on entry: ``bytes[i]`` from ``milliseconds[i]`` on. ``marks``: when
     `mark(name)` was called. Empty until the block ends."""
 
     milliseconds: list[float] = field(default_factory=list)
@@ -261,7 +248,7 @@ class Timeline:
         return max(self.bytes, default=0)
 
     def between(self, first: str, last: str) -> list[int]:
-        """The bytes at mark `first`, and all that follow up to mark `last`."""
+        """Returns the bytes at mark `first` and all that follow up to mark `last`."""
         begin, end = (bisect.bisect_right(self.milliseconds, self.marks[name]) for name in (first, last))
         return [self.bytes[begin - 1] if begin else 0, *self.bytes[begin:end]]
 
@@ -270,7 +257,7 @@ _MARK = "ckptkern.memory: "
 
 
 def _device(name: str, device: torch.device | str) -> torch.device:
-    """Returns the device. Raises ValueError for one without an allocator that can be read, or that is not there."""
+    """Returns the device. Raises ValueError if it is missing or has no allocator that can be read."""
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: wanted a cuda or cpu device but got {device}")
@@ -292,10 +279,8 @@ def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
             loss.backward()
         print(timeline.peak)
 
-    It records the allocations and frees of torch's CPU or CUDA allocator with ``torch.profiler``. It does not see
-    private buffers of BLAS libraries, or frees of memory that was allocated before the block. The profiler slows the
-    block down, so use its milliseconds only as an order of events. Raises ValueError for any other device: a meta
-    tensor has no memory.
+    ``torch.profiler`` records torch's allocator, and slows the block down. It does not see BLAS libraries' buffers. Raises
+    ValueError for other devices than CPU and CUDA.
     """
     device = _device("memory_timeline", device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below that it writes to stderr for every profile
@@ -327,10 +312,7 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
             model(x).sum().backward()
         print(peak.bytes)
 
-    CUDA: ``max_memory_allocated``; this resets the caching allocator's peak counter. CPU: the sum of the allocations
-    and frees of torch's CPU allocator, recorded with ``torch.profiler``. It does not count private buffers of BLAS
-    libraries, or frees of memory that was allocated before the block. The profiler slows the block down, so do not
-    measure time inside. Raises ValueError for any other device: a meta tensor has no memory.
+    CUDA: ``max_memory_allocated``, whose counter is reset. CPU: as `memory_timeline`.
     """
     device = _device("peak_memory", device)
     peak = Peak()
@@ -348,11 +330,8 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 
 
 def free_memory(device: torch.device | str) -> int:
-    """Returns the bytes that this process can still allocate on ``device``.
-
-    CUDA: the driver's free memory and the unused memory of the caching allocator, fragments included. CPU: Linux's
-    MemAvailable. Raises ValueError for any other device.
-    """
+    """Returns the bytes that this process can still allocate on ``device``: the driver's free memory and the caching
+    allocator's unused memory, or Linux's MemAvailable."""
     device = _device("free_memory", device)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

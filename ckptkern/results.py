@@ -1,4 +1,5 @@
-"""What launchers return, of either backend: `ckptkern.eager` and `triton_kernels`. What was not asked for is None."""
+"""Defines the results of launchers, of either backend: `ckptkern.eager` and `triton_kernels`. Outputs that were not
+requested are None."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 
 class LinearForward(NamedTuple):
-    """h = dropout(act(z)) [M, N], z [M, N], and bits uint8 [M, ceil(N/8)]: where relu has a slope."""
+    """h = dropout(act(z)) [M, N]; z [M, N]; bits uint8 [M, ceil(N/8)]: where ReLU has a slope."""
 
     h: Tensor
     z: Tensor | None
@@ -16,7 +17,7 @@ class LinearForward(NamedTuple):
 
 
 class HiddenGradient(NamedTuple):
-    """dz and h [M, N] of h = dropout(act(z)), and db [N], the sum of dz's rows."""
+    """Gradient of h = dropout(act(z)): dz and h [M, N], and db [N], the sum of dz's rows."""
 
     dz: Tensor
     h: Tensor | None
@@ -32,7 +33,7 @@ class GatedForward(NamedTuple):
 
 
 class GatedGradient(NamedTuple):
-    """dg, du and h [M, N] of h = dropout(act(g) u), and dbg and dbu [N], the sums of dg's and du's rows."""
+    """Gradient of h = dropout(act(g) u): dg, du and h [M, N], and dbg and dbu [N], the sums of dg's and du's rows."""
 
     dg: Tensor
     du: Tensor
@@ -42,9 +43,9 @@ class GatedGradient(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Of each token, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class; the entropy of
-    its probabilities; the largest logit, and arg_max, its class, which float32 holds up to 2^24; the k largest logits [M, k] in
-    descending order, and their classes; z_c [M, k] of the candidates of a token."""
+    """Statistics of each token's logits, float32 [M]: lse; z_t, the target's logit; wz, the sum of logits weighted by class;
+    the probabilities' entropy; the largest logit and its class arg_max, which float32 holds up to 2^24. float32 [M, k]:
+    top_z, the k largest logits in descending order, and top_v, their classes; z_c, the logits of a token's candidates."""
 
     lse: Tensor
     z_t: Tensor
@@ -58,7 +59,7 @@ class TokenStatistics(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Of each token, float32 [M], the coefficients of its gradient: of a logit z_v with the probability p_v
+    """Coefficients of each token's gradient, float32 [M]: for a logit z_v with the probability p_v,
 
     dz_v = p p_v + p_log_p p_v log p_v + z_t [v = target] + wz w_v
     """
@@ -70,8 +71,8 @@ class TokenGradients(NamedTuple):
 
 
 class CrossEntropyForward(NamedTuple):
-    """The statistics, and what "none" saves: logits [M, V] or their exponentials in x's dtype, and of those, parts [slices, M],
-    what each slice of columns was divided by. z: the logits [M, V] in float32."""
+    """The statistics, and what "none" saves: logits [M, V], or their exponentials in x's dtype with parts [slices, M], the
+    divisor of each slice of columns. z: the logits [M, V] in float32."""
 
     statistics: TokenStatistics
     logits: Tensor | None

@@ -1,13 +1,12 @@
 """Classifies tensor subclasses: which are plain memory, and which have their own dispatch.
 
 All ops and modules follow one rule. A tensor of a subclass is
-- read as plain memory if the subclass changes no operation (class Named(torch.Tensor): pass); results have the class that
-  torch gives them;
-- handed to the op if the subclass runs any op on the tensors it stands for (TRANSPARENT), as a Frozen weight does;
-- computed with in PyTorch ops, which the subclass handles itself, if it has a __torch_function__ or a __torch_dispatch__
-  of its own (DTensor, a quantized weight, a jagged nested tensor). Plain autograd then differentiates an op's and
-  decides what is saved, and under backend("triton") an op raises instead. A module calls its submodules under every
-  backend, as an activation checkpoint (ckptkern.checkpoint): they are recomputed, and the module's input is saved;
+
+- read as plain memory if the subclass changes no operation (class Named(torch.Tensor): pass);
+- passed to the op if the subclass runs any op on the tensors it stands for (TRANSPARENT), as a Frozen weight does;
+- computed with in PyTorch ops if the subclass has its own __torch_function__ or __torch_dispatch__ (DTensor, a quantized
+  weight, a jagged nested tensor). Autograd then decides what is saved, and under backend("triton") an op raises. A module calls
+  its submodules as an activation checkpoint (ckptkern.checkpoint), which saves the module's input;
 - refused by name if no operation on it has a meaning (CausalBias, except as a mask).
 """
 
@@ -36,8 +35,8 @@ _UNCHANGED = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_funct
 
 
 def constant(function: Any) -> Any:
-    """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does, without its import of
-    torch._dynamo: Dynamo calls it instead of tracing into Triton, the CUDA driver or a class's handlers."""
+    """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does without importing
+    torch._dynamo. Dynamo then calls it instead of tracing into Triton, the CUDA driver or a class's handlers."""
     cached = functools.cache(function)
 
     def call(*args: Any) -> Any:
@@ -56,7 +55,7 @@ def _has_own_operations(kind: type) -> bool:
 
 
 def own_dispatch(tensors: Iterable[Tensor | None]) -> type | None:
-    """Returns the first class among them with its own dispatch; None if all are plain memory."""
+    """Returns the first class with its own dispatch; None if all tensors are plain memory."""
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, tensors)):
         return None
     for tensor in tensors:

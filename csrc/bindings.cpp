@@ -1,4 +1,4 @@
-// ckptkern._C: the Python module, and the ops that torch sees.
+// The Python module ckptkern._C, and the ops that torch sees.
 #include "gradient_sums.h"
 #include "philox.h"
 #include "precision.h"
@@ -30,9 +30,9 @@ namespace {
 using ckptkern::Precision;
 using ckptkern::SegmentState;
 
-// int64[2] on nonce's device, from torch's own generator there: torch.manual_seed reproduces it and
+// Samples int64[2] on nonce's device, from torch's own generator there: torch.manual_seed reproduces it and
 // CUDA-graph capture samples anew in each replay. The bounds are those of torch.randint(-2**63, 2**63 - 1).
-// In the recompute of a region that does not preserve the generator's state: what the region drew.
+// The recompute of a region that does not preserve the generator's state gets the region's samples.
 at::Tensor rng_state(const at::Tensor& nonce) {
   return ckptkern::drawn([&] {
     return at::randint(
@@ -43,8 +43,8 @@ at::Tensor rng_state(const at::Tensor& nonce) {
   });
 }
 
-// --- What observes a call, asked once: each of torch's own queries goes through pybind11, at 1 to 4 us where its code is not in
-// the caches.
+// --- All observers of a call, in one query: each of torch's own queries goes through pybind11 and takes 1 to 4 us where its
+// code is not in the caches.
 
 enum Observed : uint64_t {
   transforms = 1,
@@ -61,7 +61,7 @@ enum Observed : uint64_t {
 constexpr int needs_shift = 16;
 constexpr Py_ssize_t most_needs = 48;
 
-// (tensors: a tuple or list of Tensor and None) -> Observed | needs_input_grad mask << needs_shift
+// Returns Observed | needs_input_grad mask << needs_shift, of a tuple or list of Tensor and None.
 PyObject* observe(PyObject*, PyObject* tensors) {
   using c10::DispatchKey;
   uint64_t seen = 0, needs = 0;
@@ -121,7 +121,7 @@ PyObject* observe(PyObject*, PyObject* tensors) {
   return PyLong_FromUnsignedLongLong(seen | needs << needs_shift);
 }
 
-// () -> a byte for each edge of the node that runs: does this backward pass want the gradient there? None where it wants all.
+// Returns a byte for each edge of the running node, 1 where this backward pass asks for the gradient; None if it asks for all.
 PyObject* asked(PyObject*, PyObject*) {
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   if (executed == nullptr || executed->empty()) {
@@ -141,14 +141,14 @@ PyObject* asked(PyObject*, PyObject*) {
   return edges;
 }
 
-// Is it a plain tensor of floating-point numbers, of sizes that are numbers?
+// Returns whether the tensor is strided and floating point, with sizes that are not symbolic.
 bool plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_floating_point() &&
       !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-// (x, weight, bias, in_features) -> are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for
-// what it does not read: subclasses, symbolic sizes.
+// Returns whether weight [N, in_features] and bias [N] or None are plain tensors on x's device, from (x, weight, bias,
+// in_features). False also for subclasses and symbolic sizes, which it does not read.
 PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 4 || !THPVariable_CheckExact(given[0]) || !THPVariable_CheckExact(given[1]) ||
       !PyLong_CheckExact(given[3])) {
@@ -169,19 +169,22 @@ PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 PyMethodDef functions[] = {
-    {"asked", asked, METH_NOARGS, "() -> a byte for each gradient of the running node: is it asked for? None: all are"},
+    {"asked",
+     asked,
+     METH_NOARGS,
+     "() -> a byte for each gradient of the running node, 1 if asked for; None if all are"},
     {"layer_fits",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(layer_fits)),
      METH_FASTCALL,
-     "(x, weight, bias, in_features) -> are they surely a linear layer's, for x's device?"},
+     "(x, weight, bias, in_features) -> whether they fit as a linear layer on x's device"},
     {"observe",
      observe,
      METH_O,
-     "(tensors) -> what observes a call, in 16 bits, and above these which tensors need a gradient"},
+     "(tensors) -> the call's observers in 16 bits, and above these the needs_input_grad mask"},
     {nullptr, nullptr, 0, nullptr}};
 
-// --- C++ values as plain CPython types. Every region makes one and enters it, which through pybind11 would cost twice as
-// much as all that they do.
+// --- C++ values as plain CPython types. Every region creates one and enters it; through pybind11 the calls would cost twice as
+// much as the work.
 
 template <class T>
 struct Object {

@@ -18,7 +18,7 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Runs as soon as all has arrived, as AccumulateGrad does, before the nodes of what was computed earlier.
+// Runs as soon as all gradients have arrived, as AccumulateGrad does, before the nodes of earlier operations.
 constexpr uint64_t kFirst = std::numeric_limits<uint64_t>::max();
 
 struct Float32Sum : Node {
@@ -27,7 +27,7 @@ struct Float32Sum : Node {
     return "ckptkern::Float32Sum";
   }
   variable_list apply(variable_list&& sum) override {
-    return std::move(sum); // the engine casts it to the dtype of the place where it goes
+    return std::move(sum); // the engine casts it to the dtype of the next node's input
   }
 };
 
@@ -78,7 +78,7 @@ void GradientSums::redirect(const at::Tensor& output) {
       if (outside(next)) {
         const auto dtype = c10::typeMetaToScalarType(next->input_metadata(edge.input_nr).options().dtype());
         if (dtype == at::kHalf || dtype == at::kBFloat16) {
-          edge = sum_of(edge); // not set_next_edge, which asks for a node that nothing leads to yet
+          edge = sum_of(edge); // not set_next_edge, which needs a node without edges to it
         }
       } else if (seen.insert(next).second) {
         pending.push_back(next);

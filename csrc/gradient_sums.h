@@ -1,4 +1,4 @@
-// Sums in float32 of what several parts of a graph send to one 16-bit tensor.
+// Float32 sums of the gradients that several parts of a graph send to one 16-bit tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,15 +11,15 @@
 
 namespace ckptkern {
 
-// Autograd adds up the gradients that arrive at one tensor in that tensor's dtype: n chunks round n times. `redirect` puts a
-// node between each chunk's graph and the tensors outside of it that are float16 or bfloat16. The node's input is float32, to
-// which the engine casts what arrives before it adds, so the sum is rounded once, and the tensor's hooks see it once.
+// Autograd adds up a tensor's gradients in the tensor's dtype: n chunks round n times. `redirect` puts a node between each
+// chunk's graph and the float16 and bfloat16 tensors outside of it. The node's input is float32, to which the engine casts
+// gradients before it adds them. So the sum is rounded once, and the tensor's hooks see it once.
 class GradientSums {
  public:
-  // What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it.
+  // The first chunk's nodes are those created from here on; the next chunk's, those created since the last `redirect`.
   GradientSums();
 
-  // output: of a chunk.
+  // output: a chunk's.
   void redirect(const at::Tensor& output);
 
  private:
@@ -28,7 +28,7 @@ class GradientSums {
   torch::autograd::Edge sum_of(const torch::autograd::Edge& edge);
 
   uint64_t since_;
-  std::map<std::pair<const torch::autograd::Node*, uint32_t>, NodePtr> sums_; // by the place outside
+  std::map<std::pair<const torch::autograd::Node*, uint32_t>, NodePtr> sums_; // by edge to the outside
 };
 
 } // namespace ckptkern

@@ -12,8 +12,8 @@ namespace py = pybind11;
 namespace ckptkern {
 namespace {
 
-constexpr std::size_t small = 64 * 1024; // bytes: what is copied, in case forward updates it
-constexpr Py_ssize_t few = 64; // items of a list or dict that are copied
+constexpr std::size_t small = 64 * 1024; // bytes: tensors up to this are copied, in case forward updates them
+constexpr Py_ssize_t few = 64; // most items of a list or dict that is copied
 
 // Batch and instance norms, whose native ops update their statistics in training.
 bool is_training_norm(PyObject* module, PyObject* attributes) {
@@ -23,7 +23,7 @@ bool is_training_norm(PyObject* module, PyObject* attributes) {
       PyType_IsSubtype(Py_TYPE(module), reinterpret_cast<PyTypeObject*>(norm)) != 0;
 }
 
-// Without the instance check of torch's metaclass, which is slow.
+// Avoids the instance check of torch's metaclass, which is slow.
 bool is_tensor(PyObject* value) {
   return PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
 }
@@ -32,7 +32,7 @@ bool is_generator(PyObject* value) {
   return PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(THPGeneratorClass)) != 0;
 }
 
-// Neither a subclass with operations of its own nor a tensor of a torch.func transform.
+// Returns whether x is not a subclass with operations of its own, nor a tensor of a torch.func transform.
 bool is_plain(const at::Tensor& x) {
   const auto keys = x.key_set();
   return !x.unsafeGetTensorImpl()->is_python_dispatch() && x.layout() == at::kStrided &&
@@ -44,14 +44,14 @@ uint32_t version_of(const at::Tensor& x) {
   return x.is_inference() ? 0 : static_cast<uint32_t>(x._version());
 }
 
-// Below autograd and outside of the caller's modes.
+// Runs ops below autograd and outside of the caller's modes.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_modes{
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
-// A copy of x, which shares memory with the other copies as x does with what they are of, if its storage is small.
+// Copies x. If its storage is small, copies share memory as their originals do.
 at::Tensor copy_of(const at::Tensor& x, std::unordered_map<const void*, at::Tensor>& copies) {
   const Below below;
   const bool whole = x.storage().nbytes() <= small && x.storage().nbytes() % x.itemsize() == 0;
@@ -117,7 +117,7 @@ void for_each(PyObject* space, const F& function) {
   }
 }
 
-// May what is there be exchanged for what was?
+// Returns whether the present value may be replaced by forward's.
 bool exchangeable(PyObject* now, PyObject* then, bool of_parameters) {
   if (now == nullptr || then == nullptr || !is_tensor(now) || !is_tensor(then)) {
     return true;
@@ -129,7 +129,7 @@ bool exchangeable(PyObject* now, PyObject* then, bool of_parameters) {
   return (!of_parameters || a.sizes() == b.sizes()) && !same_memory(a, b);
 }
 
-// The dicts of forward hooks, of what they take, and of submodules.
+// Names of a module's dicts of forward hooks, of their options, and of submodules.
 PyObject* const* dict_names() {
   static PyObject* const names[ModuleState::kDicts] = {
       PyUnicode_InternFromString("_forward_hooks"),
@@ -141,7 +141,7 @@ PyObject* const* dict_names() {
   return names;
 }
 
-// Null for an empty one.
+// Copies a dict; null for an empty one.
 py::object copied(PyObject* dict) {
   return PyDict_GET_SIZE(dict) == 0 ? py::object() : py::object(py::handle(dict).attr("copy")());
 }
@@ -174,7 +174,8 @@ bool is_module(PyObject* value) {
 
 namespace {
 
-// A list or dict of at most so many scalars, such as the scales of adapters, or that which forward fills. Its keys are not looked at.
+// Returns whether value is a list or dict of at most `few` scalars, such as adapters' scales, or one that forward fills. A dict
+// may have any keys.
 bool is_container(PyObject* value) {
   if (PyList_CheckExact(value)) {
     const Py_ssize_t size = PyList_GET_SIZE(value);
@@ -211,7 +212,7 @@ bool is_constant(PyObject* value) {
   return true;
 }
 
-// Those of a module whose parameters, buffers or submodules are all None.
+// Returns whether the name is that of a module's parameters, buffers or submodules.
 bool is_table(PyObject* name) {
   return PyUnicode_CompareWithASCIIString(name, "_parameters") == 0 ||
       PyUnicode_CompareWithASCIIString(name, "_buffers") == 0 ||
@@ -343,7 +344,7 @@ void ModuleState::add_module(py::handle root, bool own) {
 
 void ModuleState::add_cell(py::handle cell) {
   PyObject* const value = PyCell_GET(cell.ptr());
-  if (value != nullptr && seen_.insert(cell.ptr()).second) { // else it is not filled yet
+  if (value != nullptr && seen_.insert(cell.ptr()).second) { // null: not filled yet
     Space space{py::reinterpret_borrow<py::object>(cell), py::none(), Kind::cell};
     add_entry(space, py::handle(), value);
     spaces_.push_back(std::move(space));
@@ -359,7 +360,7 @@ void ModuleState::add_tensor(const at::Tensor& captured) {
   }
 }
 
-// What forward has added to attributes is not there when it runs again.
+// Notes attributes that forward added: they must not be there when it runs again.
 void ModuleState::add_absent() {
   for (std::size_t i = 0; i < spaces_.size(); ++i) {
     const auto& space = spaces_[i];
@@ -403,7 +404,7 @@ void ModuleState::settle() {
       entry.updated = version != entry.version;
       space.updated = space.updated || entry.updated;
       entry.version = version;
-      // Of a buffer it is held in any case: a native op, such as batch_norm, updates it and moves no version.
+      // A buffer's is always held: a native op, such as batch_norm, updates it without a new version.
       if (!entry.updated && space.kind != Kind::buffers) {
         entry.before = at::Tensor();
       }
@@ -441,8 +442,8 @@ py::list ModuleState::reclassed() const {
   return found;
 }
 
-// Was it updated by forward, so that its value from before is not known? Statistics of norms, parameters (a clamp, merged adapters)
-// and what cannot be exchanged are as forward leaves them.
+// Returns whether forward updated the entry and its earlier value is unknown. Statistics of norms, parameters (a clamp, merged
+// adapters) and values that cannot be replaced stay as forward leaves them.
 bool ModuleState::is_lost(const Entry& entry) const {
   const auto& space = spaces_[entry.space];
   return entry.updated && !entry.before.defined() && !entry.requires_grad && !space.norm &&
@@ -488,10 +489,10 @@ bool ModuleState::is(const Entry& entry, PyObject* now) const {
   return impl == entry.tensor.unsafeGetTensorImpl() || (entry.original && impl == entry.original->lock().get());
 }
 
-// What the recompute shall find. Null: whatever is there.
+// Returns the value for the recompute; null to leave the present one.
 py::object ModuleState::wanted(const Entry& entry, Copies& copies, Objects& objects) const {
   const auto& space = spaces_[entry.space];
-  // What a norm that the call may not run has updated, or one that moves no version, is not to be updated twice.
+  // Statistics that a norm has updated, perhaps without a new version, must not be updated twice.
   const bool statistics =
       space.norm && space.kind == Kind::buffers && (space.own || space.updated) && is_plain(entry.tensor);
   if (!entry.tensor.defined() || (!entry.before.defined() && !statistics && !is_lost(entry))) {
@@ -558,7 +559,7 @@ void ModuleState::exit(const Undo& undo) const {
   const auto put_back = [](PyObject* space, PyObject* name, PyObject* value) {
     try {
       put(space, name, value);
-    } catch (py::error_already_set& error) { // the others are put back all the same
+    } catch (py::error_already_set& error) { // the others are restored all the same
       error.discard_as_unraisable("a region's recompute");
     }
   };

@@ -8,8 +8,8 @@
 
 namespace ckptkern {
 
-// Boolean CPU tensor [planes, rows, cols], true = keep. Element (plane, row, col), counted from the
-// three bases, reads the 16-bit value
+// Returns a bool CPU tensor [planes, rows, cols], true = keep. Element (plane, row, col), counted from
+// the three bases, reads the 16-bit value
 //
 //   key  = state[0]
 //   c0   = 8 * (col >> 5) + (col & 7)
@@ -18,7 +18,7 @@ namespace ckptkern {
 //   word = (col >> 3) & 3,  half = (row >> 3) & 1 (0 = low 16 bits)
 //
 // of Philox4x32-10(key, c). Known answer: key 0, counter 0 -> 6627e8d5 e169c58d bc57ac4c 9b00dbd8. It
-// is saved iff value >= threshold. Counter words wrap modulo 2^32. Raises if a size or base is
+// is true iff value >= threshold. Counter words wrap modulo 2^32. Raises if a size or base is
 // negative, threshold is outside [0, 65536], total_rows < row_base + rows, or state is not a CPU
 // int64[2].
 at::Tensor keep_mask_cpu(

@@ -41,7 +41,7 @@ void set_float32(Float32Backend backend, Float32Op op, Float32Precision precisio
 }
 
 // From torch 2.13 on an untouched conv or rnn holds an internal default that cannot be written: TF32,
-// unless a parent is set. This stands for it.
+// unless a parent is set. This value represents it.
 constexpr int8_t kImplicit = 100;
 
 template <Float32Backend B, Float32Op O>
@@ -74,7 +74,7 @@ int8_t raw_float32_parent() {
   return static_cast<int8_t>(inherits ? Float32Precision::NONE : own);
 }
 
-// What (B, O) itself holds, found by moving its parents for a moment. Runs only when the setting is
+// Finds what (B, O) itself holds, by changing its parents for a moment. Runs only when the setting is
 // about to be overwritten, so that an inherited value is inherited again after the guard.
 template <Float32Backend B, Float32Op O>
 int8_t raw_float32() {
@@ -145,7 +145,7 @@ int8_t read_attention_order() {
   const auto order = at::globalContext().sDPPriorityOrder();
   int number = 0;
   for (const auto i : c10::irange(kAttentionKernels)) {
-    int smaller = 0; // of those that follow
+    int smaller = 0; // entries that follow
     for (const auto j : c10::irange(i + 1, kAttentionKernels)) {
       smaller += order[j] < order[i] ? 1 : 0;
     }
@@ -254,7 +254,7 @@ void repay(const Debt& debt) {
   }
 }
 
-// Guards of all threads that may have to write something back, oldest first.
+// Guards of all threads that may have settings to write back, oldest first.
 struct Ledger {
   using Entry = std::list<Debt>::iterator;
 
@@ -364,11 +364,11 @@ void Precision::exit() const {
   const Frame frame = frames().back();
   frames().pop_back();
   if (frame.outer) {
-    // What the body itself has changed is undone too, so compare with what is set now.
+    // The body's own changes are undone too, so compare with the present settings.
     frame.outer->replace(AutocastState::current());
   }
   // As in torch.autocast, the cache of cast weights does not outlive the outermost region. Autograd's
-  // thread is in no region and would keep them for good.
+  // thread is not in a region and would never free them.
   if (frame.nested && at::autocast::decrement_nesting() == 0) {
     at::autocast::clear_cache();
   }

@@ -1,4 +1,4 @@
-// What decides the precision of a recomputed operation: taken in forward, put back around backward.
+// The settings that decide the precision of a recomputed operation: read in forward, restored around backward.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -28,8 +28,8 @@ struct AutocastState {
 constexpr std::size_t kProcessSettings = 19;
 using ProcessState = std::array<int8_t, kProcessSettings>;
 
-// A snapshot of all of the above, taken by the constructor. enter() makes it current and exit() gives
-// back what enter() changed. Re-entrant, and usable from any thread. Where guards of several threads
+// A snapshot of all of the above, taken by the constructor. enter() makes it current and exit()
+// restores what enter() changed. Re-entrant, and usable from any thread. Where guards of several threads
 // overlap, whatever the order in which they leave, the process ends with the settings from before the
 // first of them.
 class Precision {

@@ -83,17 +83,17 @@ struct Placeholder;
 struct Segment {
   PyObject_HEAD
   struct Members {
-    std::vector<Placeholder*> places; // null where backward can no longer ask for the tensor
+    std::vector<Placeholder*> places; // null: backward can no longer ask for the tensor
     std::vector<Metadata> metadata; // of every place, or of none if it is not compared
     std::unordered_map<c10::TensorImpl*, Watched> watched;
     bool compares = true;
     bool stops_early = true;
     bool completed = false; // forward has returned
-    bool lenient = false; // recomputed by a backward pass inside forward: the number of tensors says nothing
+    bool lenient = false; // recomputed by a backward pass inside forward: the number of tensors may differ
   } m;
 };
 
-// A recomputed tensor. version: of a held one, which must be as it was; -1 without a version.
+// A recomputed tensor. version: of a held tensor, which must not change; -1 without a version.
 struct Value {
   Value(int64_t key, Owned object) : key(key), object(std::move(object)) {}
   int64_t key;
@@ -112,7 +112,7 @@ struct Placeholder {
   PyObject_HEAD
   Segment* segment; // owned
   std::size_t place;
-  std::vector<Value> values; // by backward pass
+  std::vector<Value> values; // one per backward pass
 
   PyObject* take(int64_t key) {
     for (auto i = values.begin(); i != values.end(); ++i) {
@@ -133,10 +133,10 @@ struct Recompute {
   PyObject_HEAD
   Segment* segment; // owned
   PyObject* stop; // owned: the exception class that ends the run
-  PyObject* device; // owned: of the first tensor, or null
+  PyObject* device; // owned: the first tensor's, or null
   int64_t key;
   std::size_t count;
-  uint64_t unfilled; // the sequence number at which a tensor was packed that its op may fill yet
+  uint64_t unfilled; // the sequence number of the last packed tensor that its op may still fill
   std::vector<std::pair<std::size_t, Owned>> different;
 };
 
@@ -166,7 +166,7 @@ void watch(Segment& segment, const at::Tensor& parameter) {
   }
 }
 
-// The parameter, or another leaf that needs a gradient, that x is or is a view of.
+// Watches the parameter, or another leaf that needs a gradient, that x is or is a view of.
 void watch_leaf_of(Segment& segment, PyObject* object, const at::Tensor& x) {
   const bool view = x.is_view();
   const at::Tensor leaf = view ? at::Tensor(x._base()) : x;
@@ -233,7 +233,7 @@ PyObject* segment_watch(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// (parameter, its version now, its version in forward) of a changed parameter, or None
+// Returns (parameter, its version now, its version in forward) of a changed parameter, or None.
 PyObject* segment_changed(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   for (const auto& entry : as<Segment>(self)->m.watched) {
@@ -248,7 +248,7 @@ PyObject* segment_changed(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Called after forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not watched.
+// Called after forward: stops watching parameters that forward itself changed (a clamp, an embedding's max_norm).
 PyObject* segment_forget_moved(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& watched = as<Segment>(self)->m.watched;
@@ -272,7 +272,7 @@ PyObject* segment_keep_versions(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// (shape, dtype, device) of the tensor that forward saved at a place
+// Returns (shape, dtype, device) of the tensor that forward saved at a place.
 PyObject* segment_metadata(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const auto& all = as<Segment>(self)->m.metadata;
@@ -315,8 +315,8 @@ PyObject* segment_drop(PyObject* self, PyObject* object) {
   Py_RETURN_NONE;
 }
 
-// (key, limit) -> the bytes of that recompute's values, without parameters; from now on they are for every later pass. None,
-// and they are not, if that is more than limit; limit < 0: any number.
+// Holds the values of the recompute `key` for every later pass and returns their bytes, without parameters. Returns None, and
+// holds nothing, if that is more than limit; limit < 0: no limit.
 PyObject* segment_hold(PyObject* self, PyObject* args) {
   HANDLE_TH_ERRORS
   long long key = 0, limit = 0;
@@ -361,7 +361,7 @@ PyObject* segment_hold(PyObject* self, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Does the running backward pass leave out the gradient of any leaf that the region reads?
+// Returns whether the running backward pass leaves out the gradient of a leaf that the region reads.
 PyObject* segment_leaves_out(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
@@ -421,7 +421,7 @@ PyMethodDef segment_methods[] = {
      segment_hold,
      METH_VARARGS,
      "(key, limit) -> bytes of that recompute's values, for all later passes; None if they are more"},
-    {"leaves_out", segment_leaves_out, METH_NOARGS, "() -> does this pass leave out the gradient of a leaf?"},
+    {"leaves_out", segment_leaves_out, METH_NOARGS, "() -> whether this pass leaves out the gradient of a leaf"},
     {"drop", segment_drop, METH_O, "key: frees what its recompute has handed out"},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -492,7 +492,7 @@ void recompute_dealloc(PyObject* object) {
   Py_TYPE(object)->tp_free(object);
 }
 
-// How many references an object has that was made for a tensor of C++ just now: newer releases of torch hold one themselves.
+// Returns the reference count of a new Python object of a C++ tensor: newer releases of torch hold a reference themselves.
 Py_ssize_t references_of_new() {
   static const Py_ssize_t count = [] {
     const at::Tensor tensor = at::empty({0}), other = tensor;
@@ -502,11 +502,11 @@ Py_ssize_t references_of_new() {
   return count;
 }
 
-// Inputs are packed before the kernel of their op runs, so that ending there skips the kernel. Not where x is what the kernel
-// gave, which would save nothing and cost the unwinding. And not before the kernel has filled an input, as that of rrelu fills
-// its noise (pytorch#193671): Python has not seen such a tensor.
+// Returns whether the recompute may end at x. Inputs are packed before their op's kernel runs, so that ending there skips the
+// kernel. It does not end at a kernel's result, where unwinding costs time and saves none, nor at an input that the kernel has
+// not filled yet, such as rrelu's noise (pytorch#193671): Python has not seen such a tensor.
 bool may_end(Recompute& run, PyObject* object, const at::Tensor& x) {
-  const auto now = at::sequence_number::peek(); // one more than that of the op's node
+  const auto now = at::sequence_number::peek(); // one more than the op's node's
   if (!x.requires_grad() && !x.is_view() && Py_REFCNT(object) <= references_of_new()) {
     run.unfilled = now;
   }
@@ -532,7 +532,7 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
     if (m.completed) {
       return PyObject_CallMethod(reinterpret_cast<PyObject*>(self->segment), "too_many", nullptr);
     }
-    m.lenient = true; // a backward pass inside forward: later tensors are not asked for yet
+    m.lenient = true; // a backward pass inside forward does not ask for later tensors yet
     return x.release();
   }
   if (Placeholder* placeholder = m.places[place]) {
@@ -555,7 +555,7 @@ PyObject* recompute_count(PyObject* self, void*) {
   return PyLong_FromSize_t(as<Recompute>(self)->count);
 }
 
-// [(place, recomputed tensor), ...] of those whose shape, dtype or device differs from forward's
+// Returns [(place, recomputed tensor), ...] of tensors whose shape, dtype or device differs from forward's.
 PyObject* recompute_different(PyObject* self, void*) {
   PyObject* list = PyList_New(0);
   for (const auto& entry : as<Recompute>(self)->different) {

@@ -54,7 +54,7 @@ void write_device(at::Generator generator, const at::Tensor& state) {
 }
 
 // Guards against a list that holds itself. Depth is counted here because Py_LeaveRecursiveCall in a destructor crashes a
-// thread that Python unwinds when it exits: that thread has no thread state any more.
+// thread that Python unwinds when it exits: its thread state is gone.
 constexpr int deepest = 1000;
 
 void refuse_endless(int depth) {
@@ -64,7 +64,7 @@ void refuse_endless(int depth) {
   }
 }
 
-// (what a container holds, what makes another one), or null for what is no container.
+// Returns (a container's values, a function that constructs it), or null for other objects.
 py::object take_apart(py::handle value) {
   static const auto* const home = new py::module_(py::module_::import("ckptkern.state.containers"));
   static const auto* const classes = new py::tuple(home->attr("CONTAINERS"));
@@ -83,7 +83,7 @@ py::object take_apart(py::handle value) {
   return parts.is_none() ? py::object() : parts;
 }
 
-// What the regions that this thread is inside have overwritten, outermost first.
+// State that the regions around this thread have overwritten, outermost first.
 struct Outer {
   RandomState random;
   ModuleState::Undo modules;
@@ -95,7 +95,7 @@ std::vector<Outer>& outer_states() {
   return instance;
 }
 
-// A region that this thread runs: it adds to the draws, or repeats those from `next` on.
+// A region that this thread runs: it records random states, or repeats those from `next` on.
 struct Drawing {
   std::shared_ptr<Draws> draws;
   bool repeats;
@@ -197,12 +197,13 @@ void SegmentState::stop() const {
   drawings().pop_back();
 }
 
-// depth 0 is the tuple of arguments and the dict of keywords, 1 an argument.
+// depth: 0 for the tuple of arguments and the dict of keywords, 1 for an argument.
 Argument SegmentState::take(py::handle value, Found& found, int depth) {
   refuse_endless(depth);
   Argument argument;
   PyObject* const pointer = value.ptr();
-  if (THPVariable_Check(pointer) && !THPVariable_Unpack(pointer).is_inference()) { // autograd saves no inference tensor
+  if (THPVariable_Check(pointer) &&
+      !THPVariable_Unpack(pointer).is_inference()) { // autograd does not save inference tensors
     const at::Tensor tensor = THPVariable_Unpack(pointer);
     argument.kind = Argument::Kind::tensor;
     const auto known = std::find(places_.begin(), places_.end(), tensor.unsafeGetTensorImpl());
@@ -263,7 +264,7 @@ Argument SegmentState::take(py::handle value, Found& found, int depth) {
   return argument;
 }
 
-// What the function reads besides arguments that are saved.
+// Adds what the function reads besides its arguments.
 void SegmentState::reach(py::handle value, Found& found, int depth) {
   PyObject* const pointer = value.ptr();
   if (is_scalar(pointer)) {

@@ -1,4 +1,4 @@
-// What an activation checkpoint saves of its call: its arguments, and the random state and precision that it ran with.
+// The state that an activation checkpoint saves of its call: arguments, random state and precision.
 #pragma once
 
 #include "module_state.h"
@@ -18,25 +18,26 @@
 
 namespace ckptkern {
 
-// An argument tree with every tensor taken out: containers are taken apart, those of other classes than tuple, list and dict by
-// ckptkern/state/containers.py, and everything else is saved as it is.
+// An argument tree without its tensors. Containers are taken apart, those that are not a tuple, list or dict by
+// ckptkern/state/containers.py; other objects are saved as they are.
 struct Argument {
   enum class Kind { object, tensor, tuple, named_tuple, list, dict, container };
 
   Kind kind = Kind::object;
-  pybind11::object object; // the value itself; a named tuple's type; a dict's keys, as a list; what makes a container
+  pybind11::object
+      object; // the value itself; a named tuple's type; a dict's keys, as a list; a container's constructor
   std::size_t tensor = 0; // place among the saved tensors
   std::vector<Argument> children;
 };
 
-// The CPU generator's state, in half the bytes of the tensor that get_state() makes.
+// The CPU generator's state, in half the bytes of get_state().
 struct CpuRandomState {
   at::mt19937 engine;
   std::optional<float> next_float_normal;
   std::optional<double> next_double_normal;
 };
 
-// The states of the CPU's generator and those of some devices, or of none. A generator is a handle: its copy is the same.
+// The states of the CPU's generator and of some devices', or none. Copies of a generator share its state.
 struct RandomState {
   std::optional<CpuRandomState> cpu;
   std::vector<std::pair<at::Generator, at::Tensor>> devices;
@@ -46,21 +47,21 @@ struct RandomState {
   void restore() const;
 };
 
-// What `rng_state` drew inside a region that does not preserve the generators' states, as in a CUDA graph capture, which cannot
-// read them. A recompute samples them again.
+// The results of `rng_state` in a region that does not preserve the generators' states, as in a CUDA graph capture, which
+// cannot read them. A recompute returns them again.
 using Draws = std::vector<at::Tensor>;
 
-// What the innermost region of this thread drew at this place, or else `sample`.
+// Returns what the innermost region of this thread drew at this place, or else `sample`'s result.
 at::Tensor drawn(const std::function<at::Tensor()>& sample);
 
-// All that a call reads, taken by the constructor, in forward: arguments, the state of the modules that it can reach, modes of
-// torch functions, precision and random state. Argument tensors are autograd's saved variables: saved-tensor hooks that are
-// active see them, and a change in place is an error when they are read. enter() puts the state back to that of forward, exit()
-// gives back what was there before enter(), also after an error in between.
+// The state that a call reads, saved by the constructor in forward: arguments, the state of the modules that it can reach,
+// modes of torch functions, precision and random state. Argument tensors are autograd's saved variables: active saved-tensor
+// hooks see them, and reading a tensor that was changed in place raises. enter() restores forward's state; exit() restores the
+// state from before enter(), also after an error in between.
 class SegmentState {
  public:
-  // own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
-  // globals. values: the recompute has every value of forward, also running statistics that it only updates.
+  // own: the module that the call runs, or None. reachable: other objects that the function can reach: its closure's cells,
+  // defaults, globals. values: the recompute has every value of forward, also running statistics that it only updates.
   SegmentState(
       const pybind11::tuple& args,
       const pybind11::dict& kwargs,
@@ -69,10 +70,10 @@ class SegmentState {
       pybind11::handle own,
       const pybind11::tuple& reachable);
 
-  // Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error.
+  // Called after forward: its own writes to a nested tensor without gradient (a cache) are not errors.
   void settle();
 
-  // (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute.
+  // Returns the call's (args, kwargs). Runs unpack hooks, and so a parent region's recompute.
   pybind11::tuple arguments() const;
 
   void enter() const;
@@ -105,15 +106,15 @@ class SegmentState {
     uint32_t version;
   };
 
-  std::vector<torch::autograd::SavedVariable> tensors_; // each once: mha(x, x, x) gets one x again
-  std::vector<const c10::TensorImpl*> places_; // of them, while arguments are taken
+  std::vector<torch::autograd::SavedVariable> tensors_; // each once: mha(x, x, x) saves one x
+  std::vector<const c10::TensorImpl*> places_; // their tensors, while arguments are read
   std::vector<Cache> caches_;
   Argument args_;
   Argument kwargs_;
   ModuleState modules_;
   at::impl::PythonTorchFunctionTLS function_modes_;
   RandomState random_;
-  std::shared_ptr<Draws> draws_; // none where the generators' states are preserved
+  std::shared_ptr<Draws> draws_; // null if the generators' states are preserved
 };
 
 } // namespace ckptkern

@@ -1,1 +1,2 @@
-"""Recipes for users, a file each; and the programs `demo` and `tutorials`, which `python -m ckptkern` runs in a checkout."""
+"""Contains recipes for users, a file each, and the programs `demo` and `tutorials`, which `python -m ckptkern` runs in a
+checkout."""

@@ -1,6 +1,6 @@
-"""Gradient accumulation: a batch of 16 in micro-batches of 4, each with regions of its own.
+"""Gradient accumulation: a batch of 16 in micro-batches of 4.
 
-A region's state belongs to one call, so any number of micro-batches may be under way, and each samples its own dropout.
+A region's state belongs to one call, so any number of micro-batches may be under way, and each samples its own dropout masks.
 
 Run: python examples/accumulation.py
 """

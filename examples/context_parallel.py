@@ -1,7 +1,7 @@
-"""Long sequences over the ranks of a group: each rank has a part of the tokens, and attends to all of them.
+"""Context parallelism: each rank has a part of a long sequence's tokens, and attends to all of them.
 
-Every rank reads the same batch and takes its rows of it. The loss is a sum over this rank's tokens, divided by the number of
-all tokens, so that the sum of the ranks' gradients is the gradient of the mean. fully_shard over the same ranks would sum them,
+Every rank reads the same batch and takes its tokens. The loss is a sum over this rank's tokens divided by the number of all
+tokens, so that the sum of the ranks' gradients is the gradient of the mean. fully_shard over the same ranks would sum them,
 too.
 
 Run: torchrun --nproc-per-node 2 examples/context_parallel.py
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def train(steps: int, order: str = "zigzag") -> list[float]:
-    """The losses of each step, equal on all ranks."""
+    """Returns the losses of each step, equal on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # "cuda"
     torch.manual_seed(0)  # the same parameters and batches on each rank
     model = Model()
@@ -43,7 +43,7 @@ def train(steps: int, order: str = "zigzag") -> list[float]:
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (2, TOKENS))
         labels = ids.roll(1, 1)  # the token before: a task for attention
-        loss = model(*(shard_sequence(one, mesh, order=order) for one in (ids, labels))) / ids.numel()
+        loss = model(*(shard_sequence(tensor, mesh, order=order) for tensor in (ids, labels))) / ids.numel()
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)

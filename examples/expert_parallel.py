@@ -1,7 +1,7 @@
-"""Experts over the ranks of a group: an all-to-all brings each expert its rows, and another one takes the results back.
+"""Expert parallelism: an all-to-all brings each expert its rows, and another one returns the results.
 
-Dispatch and combine stay outside of `grouped_gated_mlp`, which saves the rows that came: recompute communicates nothing, and
-routes no token anew. The router's weights travel with the rows; weights that are applied after the op need its output saved.
+Dispatch and combine stay outside of `grouped_gated_mlp`, which saves the received rows, so recompute neither communicates nor
+routes tokens again. The router's weights travel with the rows; if they were applied after the op, its output would be saved.
 
 Run: torchrun --nproc-per-node 2 examples/expert_parallel.py
 """
@@ -32,7 +32,7 @@ class Experts(nn.Module):
         counts = torch.bincount(index.flatten(), minlength=self.experts)
         came = torch.empty_like(counts)
         dist.all_to_all_single(came, counts)  # [rank that sends, own expert]
-        sent, received = (one.view(self.ranks, -1).sum(1).tolist() for one in (counts, came))
+        sent, received = (n.view(self.ranks, -1).sum(1).tolist() for n in (counts, came))
 
         def exchanged(rows, received, sent):
             return wait_tensor(all_to_all_single_autograd(rows.contiguous(), received, sent, dist.group.WORLD))

@@ -1,7 +1,7 @@
-"""Segments, tensor and sequence parallelism, then FSDP2 on an n x 2 mesh, in torchtitan's order.
+"""Fused regions with tensor and sequence parallelism, then FSDP2, on an n x 2 mesh, in torchtitan's order.
 
-`convert` reads which parameter of a block plays which role, so `TensorParallel` needs no plan of its layers: each rank's fused
-op has a part of the heads and of the hidden units, and keeps its own rows of the block's input. `fully_shard` comes last.
+`convert` reads the role of each parameter of a block, so `TensorParallel` needs no plan of its layers: each rank's fused op has
+a part of the heads and of the hidden units, and its own rows of the block's input. `fully_shard` comes last.
 
 Run: torchrun --nproc-per-node 2 examples/fsdp2_tp.py
 """

@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer, two ways: `ckptkern.convert` in one line before it, or its gradient checkpointing as it is, but on
-ckptkern's regions. Choose one of them.
+"""Hugging Face's Trainer, two ways: `ckptkern.convert` in one line before it, or its own gradient checkpointing on ckptkern's
+regions. Choose one of them.
 
 Install: pip install transformers accelerate
 Run: python examples/hf_trainer.py

@@ -1,4 +1,4 @@
-"""A plain training loop in float16: autocast, GradScaler, and a model that `ckptkern.convert` took.
+"""A plain training loop in float16: autocast, GradScaler, and a converted model.
 
 Run: python examples/plain_loop.py
 """

@@ -1,5 +1,5 @@
-"""QLoRA on a small Llama: weights in NF4, loaded by transformers, and peft's adapters. convert fuses its layers, which
-dequantise a weight where they read it; bitsandbytes keeps its weights, state_dict and merging.
+"""QLoRA on a small Llama: NF4 weights loaded by transformers, and peft's adapters. convert fuses its layers, which dequantise a
+weight where they read it; weights, state_dict and merging stay bitsandbytes'.
 
 Install: pip install transformers peft bitsandbytes accelerate
 Run: python examples/qlora.py

@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each of a converted model. Take one of them. DPO's frozen
-reference needs no conversion: it saves nothing.
+"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each with a converted model. Use one of them. DPO's
+frozen reference model needs no conversion: it saves nothing.
 
 Install: pip install trl transformers tokenizers datasets
 Run: python examples/trl_trainers.py
@@ -23,7 +23,7 @@ quiet = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm
 
 
 def text(first: int, step: int, length: int) -> str:
-    """Each word follows from the one before it."""
+    """Returns words, each determined by the one before it."""
     return " ".join(str((first + step * place) % 64) for place in range(length))
 
 
@@ -67,8 +67,8 @@ def dpo(model: LlamaForCausalLM, **options) -> Trainer:
 
 
 def even(completions: list[str], **_) -> list[float]:
-    """Returns the share of words that are even numbers."""
-    return [sum(int(word) % 2 == 0 for word in one.split()) / 24 for one in completions]
+    """Returns each completion's share of even numbers."""
+    return [sum(int(word) % 2 == 0 for word in completion.split()) / 24 for completion in completions]
 
 
 def grpo(model: LlamaForCausalLM, **options) -> Trainer:
@@ -104,9 +104,9 @@ def train(
 
 
 if __name__ == "__main__":
-    for trainer_of, what in ((sft, "loss"), (dpo, "loss"), (grpo, "reward")):
+    for trainer_of, key in ((sft, "loss"), (dpo, "loss"), (grpo, "reward")):
         model = build()
         print(conversion := convert(model, packed=trainer_of is sft))
         first, *_, last = train(trainer_of, model)
         print("calls", conversion.calls)
-        print(f"{what} {first[what]:.2f} -> {last[what]:.2f}")
+        print(f"{key} {first[key]:.2f} -> {last[key]:.2f}")

@@ -1,7 +1,7 @@
-"""The field's tutorials with activation checkpoints: `python -m ckptkern examples` runs each one beside the unmodified model.
+"""Runs common tutorials' models with activation checkpoints beside the unmodified models: `python -m ckptkern examples`.
 
-Every example is a model, an input, and the same forward pass written with regions. The run compares what is saved for
-backward, and checks that gradients, outputs and buffers are those of the unmodified run, bit for bit.
+Every example is a model, an input, and the same forward pass written with regions. The run compares the bytes saved for
+backward, and checks that outputs, gradients and buffers equal the unmodified run's bit for bit.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def example(function: Callable[[], Example]) -> Callable[[], Example]:
 
 @example
 def deep_net() -> Example:
-    """Linear, LayerNorm, ReLU, 24 times, in regions of two."""
+    """Builds 24 layers of Linear, LayerNorm and ReLU, in regions of two."""
     layers = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU()) for _ in range(24)]
     model = nn.Sequential(*layers)
     return Example(model, lambda model, x: checkpoint_sequential(model, "every 2", x), torch.randn(256, 128))
 
 
 class Block(nn.Module):
-    """A residual block of someone's library, with dropout. The decorator makes every call a region."""
+    """A library's residual block, with dropout. The decorator makes every call a region."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 @example
 def blocks() -> Example:
-    """Residual blocks with dropout; each one is a region, by a decorator."""
+    """Builds residual blocks with dropout; each is a region, by a decorator."""
 
     def segmented(model: nn.Module, x: Tensor) -> Tensor:
         for block in model:
@@ -70,7 +70,7 @@ def blocks() -> Example:
 
 @example
 def transformer_encoder() -> Example:
-    """torch's TransformerEncoder, with dropout: each layer is a region, and masks go through as keywords."""
+    """Builds torch's TransformerEncoder, with dropout; each layer is a region, and masks go through as keywords."""
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
@@ -95,7 +95,7 @@ class Residual(nn.Module):
 
 @example
 def resnet() -> Example:
-    """Convolutions with BatchNorm in √L segments: the running statistics are updated once."""
+    """Builds convolutions with BatchNorm in √L segments; the running statistics are updated once."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(8)))
     return Example(model, lambda model, x: checkpoint_sequential(model, "sqrt", x), torch.randn(4, 3, 32, 32))
 
@@ -106,7 +106,7 @@ def convs(inner: int, outer: int) -> nn.Sequential:
 
 
 class Up(nn.Module):
-    """A decoder stage, of a small image and the larger one that its encoder stage was of."""
+    """A decoder stage, of a small image and its encoder stage's larger one."""
 
     def __init__(self, inner: int, outer: int):
         super().__init__()
@@ -135,13 +135,13 @@ class UNet(nn.Module):
 
 @example
 def unet() -> Example:
-    """A U-Net: each decoder stage takes its skip as a second argument, and the concatenation is recomputed too."""
+    """Builds a U-Net; each decoder stage takes its skip as a second argument, and recomputes the concatenation."""
     return Example(UNet(), lambda model, x: model(x, checkpoint), torch.randn(2, 3, 32, 32))
 
 
 @example
 def nested() -> Example:
-    """Regions of four blocks, with each block a region inside: less memory still, for one more forward pass."""
+    """Builds regions of four blocks, each block a region inside: less memory still, for one more forward pass."""
 
     def four(blocks: list[nn.Module], x: Tensor) -> Tensor:
         for block in blocks:
@@ -163,33 +163,35 @@ class Outcome(NamedTuple):
 
 
 def run(name: str, seed: int = 0) -> Outcome:
-    """One step of an example, unmodified and checkpointed, from one seed and the same parameters."""
+    """Runs one step of an example, unmodified and checkpointed, from one seed and the same parameters."""
     torch.manual_seed(seed)
     model, segmented, input = EXAMPLES[name]()
     steps = []
-    for one, function in ((model, nn.Module.__call__), (copy.deepcopy(model), segmented)):
+    for copied, function in ((model, nn.Module.__call__), (copy.deepcopy(model), segmented)):
         torch.manual_seed(seed + 1)
         x = input.clone().requires_grad_()
-        with saved_tensors(exclude=[*one.parameters(), *one.buffers()]) as saved:
-            y = function(one, x)
+        with saved_tensors(exclude=[*copied.parameters(), *copied.buffers()]) as saved:
+            y = function(copied, x)
         y.square().mean().backward()
         tensors = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
-        tensors |= {f"gradient of {key}": p.grad for key, p in one.named_parameters()}
-        steps.append((saved.bytes, tensors | {f"buffer {key}": b for key, b in one.named_buffers()}))
+        tensors |= {f"gradient of {key}": p.grad for key, p in copied.named_parameters()}
+        steps.append((saved.bytes, tensors | {f"buffer {key}": b for key, b in copied.named_buffers()}))
     (before, expected), (after, tensors) = steps
     return Outcome(before, after, [key for key, value in expected.items() if not torch.equal(value, tensors[key])])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern examples``."""
-    parser.description = "Runs the tutorials' models with activation checkpoints beside the unmodified models."
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}; all if none is given")
+    """Adds the arguments of ``python -m ckptkern examples``."""
+    parser.description = "Run common tutorials' models with activation checkpoints beside the unmodified models."
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"example to run: {', '.join(EXAMPLES)} (default: all)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints two lines per example, and returns 1 if a bit differs, 2 for a name that there is not."""
+    """Prints two lines per example. Returns 1 if a bit differs, 2 for an unknown name, else 0."""
     if unknown := [name for name in args.names if name not in EXAMPLES]:
-        print(f"ckptkern examples: no example {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
+        print(f"ckptkern examples: unknown {', '.join(unknown)}; choose from {', '.join(EXAMPLES)}")
         return 2
     outcomes = []
     print(f"{'example':22} {'saved, eager':>12} {'checkpointed':>12}   ")

@@ -34,9 +34,9 @@ PROGRAMS = "tests/benchmarks", "tests/examples", "tests/tools"
 
 def cache_without_tables() -> str:
     """Makes a folder for CKPTKERN_CACHE that has the user's extensions and no tuned table, and returns its path."""
-    given = os.environ.get("CKPTKERN_CACHE")
+    cache = os.environ.get("CKPTKERN_CACHE")
     extensions = Path(
-        given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ckptkern"), "extension"
+        cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ckptkern"), "extension"
     )
     folder = tempfile.mkdtemp(prefix="ckptkern-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -46,7 +46,7 @@ def cache_without_tables() -> str:
 
 def runs_all(config: pytest.Config) -> bool:
     """Returns whether the tests marked `long` run too: with --all or --device emulated, on a GPU, and named by their ids."""
-    named = any("::" in str(one) for one in config.args) or "long" in config.option.markexpr
+    named = any("::" in str(argument) for argument in config.args) or "long" in config.option.markexpr
     return config.option.all or named or gpu_runs.is_gpu_run(config) or config.option.device == "emulated"
 
 
@@ -166,17 +166,20 @@ def cpu_seconds() -> float:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the CPU time of a long run, by folder and of the slowest tests, and what the emulator ran."""
     reports = [
-        one for found in terminalreporter.stats.values() for one in found if getattr(one, "when", "") == "teardown"
+        report
+        for outcomes in terminalreporter.stats.values()
+        for report in outcomes
+        if getattr(report, "when", "") == "teardown"
     ]
-    seconds = {one.nodeid: dict(one.user_properties).get("cpu", 0.0) for one in reports}
+    seconds = {report.nodeid: dict(report.user_properties).get("cpu", 0.0) for report in reports}
     if sum(seconds.values()) > 60:
         folders: dict[str, float] = {}
         for test, spent in seconds.items():
             folder = os.path.dirname(test.partition("::")[0])
             folders[folder] = folders.get(folder, 0.0) + spent
         terminalreporter.section(f"{sum(seconds.values()):.0f} CPU seconds")
-        for rows in (folders, dict(sorted(seconds.items(), key=lambda one: one[1])[:-11:-1])):
-            for name, spent in sorted(rows.items(), key=lambda one: -one[1]):
+        for rows in (folders, dict(sorted(seconds.items(), key=lambda row: row[1])[:-11:-1])):
+            for name, spent in sorted(rows.items(), key=lambda row: -row[1]):
                 terminalreporter.write_line(f"{spent:7.0f}  {name}")
     emulated_summary(terminalreporter)
 

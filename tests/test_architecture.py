@@ -119,20 +119,20 @@ def imports_of(module: str, is_package: bool, source: str, modules: set[str]) ->
 
 def files(folders: dict[str, str] = INSTALLED) -> dict[Path, str]:
     """Sources, and their paths below the folder of their package's parent."""
-    found = {}
+    paths = {}
     for pattern, package in folders.items():
         folder = ROOT / pattern.partition("/*")[0]
         for path in sorted(ROOT.glob(pattern)):
-            found[path] = f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"
-    return found
+            paths[path] = f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}"
+    return paths
 
 
 def sources(folders: dict[str, str] = INSTALLED) -> dict[str, tuple[bool, str]]:
-    found = {}
+    tree = {}
     for path, inner in files(folders).items():
         module = inner.removesuffix(".py").replace("/", ".")
-        found[module.removesuffix(".__init__")] = path.name == "__init__.py", path.read_text()
-    return found
+        tree[module.removesuffix(".__init__")] = path.name == "__init__.py", path.read_text()
+    return tree
 
 
 def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
@@ -140,25 +140,25 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
     wrong = [f"{module} has no layer" for module in tree if part(module) not in {*LAYERS, "ckptkern"}]
     for module, (is_package, source) in tree.items():
         here = part(module)
-        for one in imports_of(module, is_package, source, modules):
+        for statement in imports_of(module, is_package, source, modules):
 
-            def complain(why: str, one: Import = one) -> None:
-                wrong.append(f"{one.module} imports {one.target}: {why}")
+            def complain(why: str, statement: Import = statement) -> None:
+                wrong.append(f"{statement.module} imports {statement.target}: {why}")
 
-            top = one.target.split(".")[0]
+            top = statement.target.split(".")[0]
             if top == "ckptkern":
-                there = part(one.target)
-                if not one.relative:
+                there = part(statement.target)
+                if not statement.relative:
                     complain("not relative")
-                if there == "triton_kernels" != here and not (one.lazy and here in TRITON_ON_FIRST_USE):
+                if there == "triton_kernels" != here and not (statement.lazy and here in TRITON_ON_FIRST_USE):
                     complain("kernels are imported on first use, by ops, tools and benchmarks")
                 if here not in ("ckptkern", there) and LAYERS.get(there, -1) >= LAYERS.get(here, 0):
                     complain(f"{here} lies no higher than {there}")
-                inside, target = folder_of(module), folder_of(one.target)
+                inside, target = folder_of(module), folder_of(statement.target)
                 if None not in (inside, target) and inside != target and OPS_LAYERS[target] >= OPS_LAYERS[inside]:
                     complain(f"{inside} lies no higher than {target}")
             elif top == "triton":
-                if here != "triton_kernels" and not (one.lazy and here in TRITON_ON_FIRST_USE):
+                if here != "triton_kernels" and not (statement.lazy and here in TRITON_ON_FIRST_USE):
                     complain("triton is imported on first use, by ops, tools and benchmarks")
             elif top in ("benchmarks", "codegen", "emulator"):
                 complain("not installed")
@@ -203,7 +203,7 @@ def test_the_walker_sees(module, source, why):
 def circle(tree: dict[str, tuple[bool, str]]) -> list[str]:
     """Modules that import each other, by any import: lazy ones and those for type checkers too."""
     edges = {
-        module: {one.target for one in imports_of(module, is_package, source, {*tree})} & {*tree}
+        module: {statement.target for statement in imports_of(module, is_package, source, {*tree})} & {*tree}
         for module, (is_package, source) in tree.items()
     }
     try:
@@ -284,10 +284,13 @@ def called_once(tree: dict[str, str]) -> list[str]:
                 for alias in node.names:
                     importers[alias.name].add(module)
             elif isinstance(node, ast.ClassDef):
-                methods.update(one.name for one in node.body if isinstance(one, ast.FunctionDef))
-    found = []
+                methods.update(method.name for method in node.body if isinstance(method, ast.FunctionDef))
+    names = []
     for module, root in parsed.items():
-        for node in [*root.body, *(one for own in root.body if isinstance(own, ast.ClassDef) for one in own.body)]:
+        for node in [
+            *root.body,
+            *(member for own in root.body if isinstance(own, ast.ClassDef) for member in own.body),
+        ]:
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("__") or methods[node.name] > 1:
                 continue
             docstring = node.body[0] if ast.get_docstring(node) is not None else None
@@ -297,8 +300,8 @@ def called_once(tree: dict[str, str]) -> list[str]:
             homes = {None, module, *importers[node.name]}
             own = [is_call for home, is_call in uses[node.name] if home in homes]
             if lines <= 6 and own == [True]:
-                found.append(f"{module}.{node.name}")
-    return found
+                names.append(f"{module}.{node.name}")
+    return names
 
 
 def test_few_short_functions_have_one_caller():
@@ -308,8 +311,8 @@ def test_few_short_functions_have_one_caller():
     assert called_once({"m": source.format(short, "f() + f()")}) == called_once({"m": source.format(long, "f()")}) == []
     assert called_once({"m": source.format(short, "map(f, x)")}) == []
     own = {name: source for name, (_, source) in sources({"ckptkern/**/*.py": "ckptkern"}).items()}
-    found = called_once(own)
-    assert len(found) <= 60, "\n".join(found)
+    once = called_once(own)
+    assert len(once) <= 60, "\n".join(once)
 
 
 def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -429,10 +432,10 @@ def built_by_place(source: str) -> list[str]:
 def test_options_are_built_by_name():
     """Two swapped values of one type raise nothing; `test_properties.py` looks at the values of those built by place."""
     assert built_by_place("def f(a, b):\n    return _apply(SomeOptions(a, last=b))") == ["SomeOptions(a, last=b)"]
-    found = {
+    calls_of = {
         name: built_by_place(source) for name, (_, source) in sources().items() if name.startswith("ckptkern.ops.")
     }
-    assert {name for name, calls in found.items() if calls} == set()
+    assert {name for name, calls in calls_of.items() if calls} == set()
 
 
 def public_callables() -> Iterator[tuple[str, object]]:

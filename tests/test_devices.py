@@ -102,28 +102,28 @@ def test_float16_autocast_and_a_scaler(device):
 @pytest.mark.parametrize("layer", [ENCODER, LLAMA], ids=["encoder", "llama"])
 def test_compiled(layer, backend, device):
     """In one graph, by inductor on a GPU: results, masks included, are those of a call."""
-    one = layer().to(device)
-    tensors = leaves(one, device, lead=(2, 5))
+    module = layer().to(device)
+    tensors = leaves(module, device, lead=(2, 5))
     torch._dynamo.reset()
-    compiled = torch.compile(one, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
 
     def run(tensors: Tensors) -> Tensor:
         torch.manual_seed(SEED)
         with ckptkern.backend(backend):
             return compiled(tensors["x"])
 
-    assert_same_within_rounding(gradients(run, tensors), gradients(running(one, backend), tensors))
+    assert_same_within_rounding(gradients(run, tensors), gradients(running(module, backend), tensors))
 
 
 @pytest.mark.slow
 def test_converted(device):
     """Every layer is fused where the model lies, and computes what it did."""
-    network, given = build("converted", ours=False).to(device), ids().to(device)
+    network, tokens = build("converted", ours=False).to(device), ids().to(device)
     tensors = dict(network.named_parameters())
-    expected = gradients(lambda _: network(given), tensors)
-    conversion = ckptkern.convert(network, given)
+    expected = gradients(lambda _: network(tokens), tensors)
+    conversion = ckptkern.convert(network, tokens)
     assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
-    assert_same_within_rounding(gradients(lambda _: network(given), tensors), expected)
+    assert_same_within_rounding(gradients(lambda _: network(tokens), tensors), expected)
 
 
 def replayed(step: Callable[[], tuple[Tensor, ...]], device: str) -> Callable[[], tuple[Tensor, ...]]:
@@ -142,7 +142,7 @@ def replayed(step: Callable[[], tuple[Tensor, ...]], device: str) -> Callable[[]
 
     def replay() -> tuple[Tensor, ...]:
         graph.replay()
-        return tuple(one.clone() for one in results)
+        return tuple(result.clone() for result in results)
 
     return replay
 
@@ -181,13 +181,13 @@ def test_replays_draw_anew_and_masks_agree_within_one(device):
 @each_backend
 def test_a_converted_training_step_replays(backend, device):
     """Forward, backward and optimizer of layers with dropout at every place: each replay trains, with other masks."""
-    network, given = build("converted", 0.2, device=device), ids().to(device)
+    network, tokens = build("converted", 0.2, device=device), ids().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-5)
 
     def step() -> tuple[Tensor, ...]:
         optimizer.zero_grad()
         with ckptkern.backend(backend):
-            loss = nn.functional.cross_entropy(network(given).flatten(0, 1), given.flatten())
+            loss = nn.functional.cross_entropy(network(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         optimizer.step()
         return (loss.detach(),)
@@ -206,9 +206,9 @@ def test_a_converted_training_step_replays(backend, device):
 def test_a_device_that_is_not_current(layer):
     """Kernels, seeds and workspaces are those of the tensors' device."""
     assert torch.cuda.current_device() == 0
-    one = layer().cuda(0)
-    tensors = leaves(one, "cuda:0")
-    expected = gradients(running(one), tensors)
-    found = gradients(running(one), {name: t.detach().cuda(1).requires_grad_() for name, t in tensors.items()})
-    assert all(t.device.index == 1 for t in found.values())
-    assert_same({name: t.cuda(0) for name, t in found.items()}, expected)
+    module = layer().cuda(0)
+    tensors = leaves(module, "cuda:0")
+    expected = gradients(running(module), tensors)
+    actual = gradients(running(module), {name: t.detach().cuda(1).requires_grad_() for name, t in tensors.items()})
+    assert all(t.device.index == 1 for t in actual.values())
+    assert_same({name: t.cuda(0) for name, t in actual.items()}, expected)

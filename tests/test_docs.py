@@ -104,6 +104,11 @@ def test_every_block_of_python_compiles_and_is_one_that_runs(page):
             compile(block.parsed, f"{page}:{block.line}", "exec")
 
 
+def test_the_documentation_is_short():
+    words = {page: len((ROOT / page).read_text().split()) for page in PAGES if page.startswith("docs/")}
+    assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda pair: -pair[1])
+
+
 def test_every_long_page_is_there():
     assert {*LONG} <= {*PAGES}
 

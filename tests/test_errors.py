@@ -103,7 +103,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mistake"), [(name, one) for name, (_, calls) in MISTAKES.items() for one in calls])
+@pytest.mark.parametrize(("name", "mistake"), [(name, call) for name, (_, calls) in MISTAKES.items() for call in calls])
 def test_caught_as_torchs(name, mistake):
     (torchs, ours), calls = MISTAKES[name]
     arguments, options = calls[mistake]
@@ -114,7 +114,7 @@ def test_caught_as_torchs(name, mistake):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)]
+    "name", [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
 )
 def test_errors_are_both_and_travel(name):
     error = getattr(ckptkern.errors, name)

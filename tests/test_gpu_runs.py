@@ -78,7 +78,7 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
             ]
 
     status, rows = run()
-    found = {row["test"]: row["message"] for row in rows}
+    message_of = {row["test"]: row["message"] for row in rows}
     assert status == 1
     assert {row["test"]: row["outcome"] for row in rows} == {
         "is_recomputed[cpu]": "passed",
@@ -86,8 +86,8 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
         "fails[cpu]": "failed",
         "is_skipped[cpu]": "skipped",
     }
-    assert found["fails[cpu]"].startswith("AssertionError: not yet")
-    assert "for a reason" in found["is_skipped[cpu]"]
+    assert message_of["fails[cpu]"].startswith("AssertionError: not yet")
+    assert "for a reason" in message_of["is_skipped[cpu]"]
     assert rows[0]["test"] == "is_recomputed[cpu]"  # most likely to fail
     (tmp_path / "mended").touch()
     status, rows = run(*(["-n", "1"] if importlib.util.find_spec("xdist") else []))

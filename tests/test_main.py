@@ -43,7 +43,7 @@ def test_demo_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["demo", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "(default: 30 on a CPU, 100 on a GPU)" in printed
+    assert "(default: 10 on a CPU, 100 on a GPU)" in printed
     assert "(default: fp32 on a CPU, bf16 on a GPU)" in printed
     assert "(default: gelu, of experts silu)" in printed
 

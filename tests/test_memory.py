@@ -23,7 +23,7 @@ def test_each_storage_is_counted_once_at_its_whole_size():
     assert saved.bytes == 10 * 4 * 4 + 2 * 4 * 4
     assert [nbytes for _, _, nbytes in saved.tensors] == [160, 32]
     assert saved.tensors[1][:2] == (torch.Size([2, 4]), torch.float32)
-    assert torch.equal(*(torch.autograd.grad(one, base)[0] for one in (y, forward())))
+    assert torch.equal(*(torch.autograd.grad(output, base)[0] for output in (y, forward())))
 
 
 def test_excluded_parameters_and_their_views_are_skipped_and_casts_counted():

@@ -52,16 +52,16 @@ def converted():
     return model
 
 
-def plan(model=None, *given, **options):
+def plan(model=None, *args, **options):
     pytest.importorskip("scipy")
-    return ckptkern.plan(model or Model(), *(given or (X,)), **options)
+    return ckptkern.plan(model or Model(), *(args or (X,)), **options)
 
 
 STEPS = {
     "convert": ckptkern.convert,
     "certify": ckptkern.certify,
     "report": ckptkern.report,
-    "plan": lambda *given, **named: plan(*given, saved="1GiB", **named),
+    "plan": lambda *args, **named: plan(*args, saved="1GiB", **named),
 }
 CALLS = {
     "workspace=1.5": (lambda: convert(workspace=1.5), ValueError, "positive number of bytes or a string like '64MiB', not 1.5"),
@@ -73,25 +73,25 @@ CALLS = {
         ValueError, "frontier: budget must be a number of bytes",
     ),
     "BudgetError of a peak": (
-        lambda: plan(budget="1KiB"), ckptkern.errors.BudgetError, r"allocates at its peak is .*, of which .* are .*offload\(\)",
+        lambda: plan(budget="1KiB"), ckptkern.errors.BudgetError, r"lowest peak of a step is .*, of which .* are .*offload\(\)",
     ),
     "BudgetError of saved bytes": (
         lambda: plan(saved=10), ckptkern.errors.BudgetError, r"Take that budget, fewer tokens or samples, or .*offload\(\)",
     ),
     "checkpoint(layer(x))": (
-        lambda: ckptkern.checkpoint(LINEAR(X)), TypeError, r"of shape \(2, 4, 16\)\. .*: checkpoint\(layer, x\) and not",
+        lambda: ckptkern.checkpoint(LINEAR(X)), TypeError, r"of shape \(2, 4, 16\)\. .*: checkpoint\(layer, x\), not",
     ),
-    "checkpointed(layer(x))": (lambda: ckptkern.checkpointed(LINEAR(X)), TypeError, r"checkpointed\(layer\)\(x\) and not"),
+    "checkpointed(layer(x))": (lambda: ckptkern.checkpointed(LINEAR(X)), TypeError, r"checkpointed\(layer\)\(x\), not"),
     "checkpoint_sequential(x, 2, layers)": (
         lambda: ckptkern.checkpoint_sequential(X, 2, nn.Sequential(LINEAR)), TypeError,
-        r"got a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
+        r"found a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
     ),
     "checkpoint_sequential(layers, x, 2)": (
         lambda: ckptkern.checkpoint_sequential(nn.Sequential(LINEAR), X, 2), ValueError,
         r"is a tensor: the order is checkpoint_sequential\(layers, segments, input\)",
     ),
     "checkpoint_sequential(layer, 2, x)": (
-        lambda: ckptkern.checkpoint_sequential(LINEAR, 2, X), TypeError, "an nn.Sequential or a list of layers, but got Linear",
+        lambda: ckptkern.checkpoint_sequential(LINEAR, 2, X), TypeError, "or a list of layers, but found Linear",
     ),
     "include of another model": (
         lambda: convert(include="transformer.h.*"), ValueError, r"no module of Model; its lists of layers are 'layers\.\*'",
@@ -116,14 +116,14 @@ def test_a_wrong_call_names_the_remedy(name):
 def test_a_model_of_which_no_step_runs(name):
     run = STEPS[name]
     with torch.inference_mode():
-        made, x = Model(), X.clone()
+        model, x = Model(), X.clone()
     for error, message, call in (
         (
             RuntimeError,
             rf"{name}: torch\.inference_mode\(\) is on, .* outside of it",
             in_inference(lambda: run(Model(), X)),
         ),
-        (RuntimeError, rf"{name}: a parameter or input was made in torch\.inference_mode", lambda: run(made, X)),
+        (RuntimeError, rf"{name}: a parameter or input was made in torch\.inference_mode", lambda: run(model, X)),
         (RuntimeError, r"pass its clone\(\)", lambda: run(Model(), x)),
         (
             ValueError,

@@ -25,8 +25,8 @@ QUICK = "plain_loop"  # converts and trains in seconds; the others run in `make 
 def line(recipe: str, word: str) -> list[str]:
     """What stands after the word in the file's docstring."""
     docstring = ast.get_docstring(ast.parse(RECIPES[recipe].read_text()))
-    found = re.search(rf"^{word}: (.*)$", docstring, re.MULTILINE)
-    return found[1].split() if found else []
+    match = re.search(rf"^{word}: (.*)$", docstring, re.MULTILINE)
+    return match[1].split() if match else []
 
 
 def packages(recipe: str) -> list[str]:
@@ -45,7 +45,7 @@ def command(recipe: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in RECIPES if one != QUICK)]
+    "recipe", [QUICK, *(pytest.param(recipe, marks=pytest.mark.long) for recipe in RECIPES if recipe != QUICK)]
 )
 def test_recipe(recipe, tmp_path):
     if reason := missing(*(package.replace("-", "_") for package in packages(recipe))):
@@ -67,8 +67,8 @@ def outcome(folder: Path, *command: str) -> str:
 def check_trained(output: str) -> None:
     trained = re.findall(r"^(loss|reward) (\d+\.\d+) -> (\d+\.\d+)$", output, re.MULTILINE)
     assert trained, output
-    for what, first, last in trained:
-        assert float(last) < float(first) / 2 if what == "loss" else float(last) > float(first) + 0.2, output
+    for column, first, last in trained:
+        assert float(last) < float(first) / 2 if column == "loss" else float(last) > float(first) + 0.2, output
 
 
 LOGITS = {"sft": 2 * 128, "dpo": 4 * 2 * 32, "grpo": 8 * 32}  # tokens of a batch, of 2,048 classes in float32
@@ -82,8 +82,8 @@ def test_a_converted_model_trains_as_the_trainers_own(trainer, tmp_path):
         pytest.skip(reason)
     output = outcome(tmp_path, sys.executable, str(ROOT / "tests/support/trainers.py"), trainer)
     check_trained(output)
-    found = re.findall(r"^(.+): peak (.+), largest tensor (.+)$", output, re.MULTILINE)
-    names, peaks, largest = zip(*((name, parse_size(peak), parse_size(one)) for name, peak, one in found), strict=True)
+    rows = re.findall(r"^(.+): peak (.+), largest tensor (.+)$", output, re.MULTILINE)
+    names, peaks, largest = zip(*((name, parse_size(peak), parse_size(size)) for name, peak, size in rows), strict=True)
     assert names == ("as it is", "gradient checkpointing", "converted")
     assert peaks[2] < peaks[1] < peaks[0], output
     assert largest[2] < LOGITS[trainer] * 2048 * 4 < largest[0], output

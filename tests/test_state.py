@@ -382,8 +382,8 @@ def test_overlapping_threads_end_where_they_began(first_out, second_differs):
     if second_differs:
         guards[1] = Precision()
     inside = ieee if second_differs else tf32
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        threads = one, other
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as other:
+        threads = first, other
         for thread, guard in zip(threads, guards, strict=True):
             thread.submit(guard.__enter__).result()
         assert get() == inside
@@ -553,12 +553,12 @@ def test_a_layer_fits_where_nothing_is_wrong_with_it():
     fit = (x, w, b, 8), (x, w, None, 8), (x, w.bfloat16(), b.double(), 8), (x.to("meta"), meta, meta[:, 0], 8)
     wrong_weights = None, [1.0], w[0], w.t(), torch.randn(2, 5, 8), w.int(), w.to_sparse(), meta, subclass
     wrong_biases = [1.0], b[None], torch.randn(8), b[0], b.int(), b.to_sparse(), meta[:, 0]
-    wrong = [(x, one, b, 8) for one in wrong_weights] + [(x, w, one, 8) for one in wrong_biases]
+    wrong = [(x, weight, b, 8) for weight in wrong_weights] + [(x, w, bias, 8) for bias in wrong_biases]
     wrong += (x, w, b, 7), (x, w, b, 8.0), ([1.0], w, b, 8)
-    assert [one for one in fit if not layer_fits(*one)] == (
+    assert [arguments for arguments in fit if not layer_fits(*arguments)] == (
         [] if state.LOADED.module else list(fit)
     )  # Python is never sure
-    assert [one for one in wrong if layer_fits(*one)] == []
+    assert [arguments for arguments in wrong if layer_fits(*arguments)] == []
 
 
 @pytest.mark.parametrize(

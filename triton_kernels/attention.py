@@ -43,7 +43,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class AttentionTile(NamedTuple):
-    """BLOCK_M rows of q (a multiple of 16) by BLOCK_N rows of k and v (of 32): the blocks of the dropout mask."""
+    """A tile of BLOCK_M rows of q (a multiple of 16) by BLOCK_N rows of k and v (of 32): the blocks of the dropout mask."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -110,7 +110,8 @@ INTERPRETED_TILE = AttentionTile(32, 32, 4, 1)
 def attention_tile(
     kernel: str, arch: int, shared: int, dtype: torch.dtype, head_dim: int, precision: str, masked: bool
 ) -> AttentionTile:
-    """A pure function of the kernel, the architecture, its shared memory, the dtype, the head dim and the shape class."""
+    """Returns the tile: a pure function of the kernel, the architecture, its shared memory, the dtype, the head dim and the
+    shape class."""
     if arch == INTERPRETER:
         return INTERPRETED_TILE
     if dtype.itemsize == 4:
@@ -134,7 +135,7 @@ def attention_tile(
 
 
 def padded_head_dim(head_dim: int, arch: int = INTERPRETER) -> int:
-    """The power of two that a head dim is padded to in registers: >= 64 on sm_90 (see TILES), else >= 16."""
+    """Returns the power of two that a head dim is padded to in registers: >= 64 on sm_90 (see TILES), else >= 16."""
     return max(triton.next_power_of_2(head_dim), 64 if family_of(arch) == 90 else 16)
 
 
@@ -171,7 +172,7 @@ def _fwd_steps(
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
+    """Computes the online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, q.shape[0])
     for start in range(lo, hi, BLOCK_N):
@@ -250,7 +251,7 @@ def _attn_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """o and lse; with do also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
+    """Computes o and lse; with do also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
     slopes_ptr, stride_slopeb = slopes
     pid = tl.program_id(0)
     m0 = (tiles - 1 - pid % tiles) * BLOCK_M
@@ -274,7 +275,7 @@ def _attn_fwd_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         lo, full_lo, full_hi, hi = column_phases(m0, Sk_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
-        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three do not fit into the registers
+        ONE_PHASE: tl.constexpr = LEFT and HEAD_D > 128  # three phases do not fit into the registers
         if ONE_PHASE:
             full_hi = lo
         elif LEFT:
@@ -329,7 +330,7 @@ def _delta_kernel(
     STRIDE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta = rowsum(o do), from a stored o."""
+    """Computes delta = rowsum(o do), from a stored o."""
     pid = tl.program_id(0)
     b = (pid // tiles // H).to(tl.int64)
     h = (pid // tiles % H).to(tl.int64)
@@ -342,7 +343,7 @@ def _delta_kernel(
 
 
 def _geometry(q, k, core):
-    """(B, H, Sq, Sk, GROUP): lengths are maxima when sequences are packed. core: ckptkern.eager.AttentionCore."""
+    """Returns B, H, Sq, Sk and GROUP; lengths are maxima when sequences are packed. core: ckptkern.eager.AttentionCore."""
     H, H_kv = q.shape[1], k.shape[1]
     if core.cu_q is not None:
         return core.cu_q.shape[0] - 1, H, core.max_q, core.max_k, H // H_kv
@@ -350,14 +351,14 @@ def _geometry(q, k, core):
 
 
 def _heads(x, packed: bool) -> tuple:
-    """x [B, H, S, D] and its strides; packed sequences share one batch."""
+    """Returns x [B, H, S, D] and its strides; packed sequences share one batch."""
     if x is None:
         return None, 0, 0, 0
     return x, (0 if packed else x.stride(0)), x.stride(1), x.stride(2)
 
 
 def _mask(mask) -> tuple:
-    """mask and its strides, 0 where it broadcasts; None for rows, of which the kernel then loads one."""
+    """Returns mask and its strides, 0 where it broadcasts; None for the stride of rows, of which the kernel then loads one."""
     if mask is None:
         return None, 0, 0, None, 0
     b, h, row, col = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -373,20 +374,20 @@ def _slopes(slopes) -> tuple:
 
 
 def empty_heads(q: torch.Tensor) -> torch.Tensor:
-    """Room for o [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; no view of anything."""
+    """Allocates o [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; not a view."""
     B, H, S, D = q.shape
     return torch.empty_strided((B, H, S, D), (S * H * D, D, H * D, 1), dtype=q.dtype, device=q.device)
 
 
 def _zero(*results: torch.Tensor | None) -> None:
-    """What rows of packed tokens hold that are in no sequence: the kernels visit none of them."""
+    """Zeroes the results: rows of packed tokens that are in no sequence stay zero, because the kernels visit none of them."""
     for result in results:
         if result is not None:
             result.zero_()
 
 
 def _with_plain_vectors(core):
-    """The same with slopes and bounds that lie as the kernels read them: a slice of a table has other strides."""
+    """Returns core with slopes and bounds that lie as the kernels read them: a slice of a table has other strides."""
     if core.slopes is None and core.cu_q is None:
         return core
     return core._replace(slopes=rows_of(core.slopes), cu_q=rows_of(core.cu_q), cu_k=rows_of(core.cu_k))
@@ -419,10 +420,10 @@ def _common(q, k, core, *others):
 
 
 def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
-    """(o like q, lse float32 [B, H, Sq] ([1, H, total] when packed), delta like lse or None).
+    """Computes o like q, lse float32 [B, H, Sq] ([1, H, total] when packed), and delta like lse or None.
 
-    q [B, H, Sq, D], k, v [B, H_kv, Sk, D], any strides with an inner stride of 1. With `do` (recompute) also
-    delta = rowsum(o do).
+    q [B, H, Sq, D], k, v [B, H_kv, Sk, D], any strides with an inner stride of 1. With `do` (recompute) also delta = rowsum(o
+    do).
     """
     q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
     o = empty_heads(q)
@@ -469,7 +470,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
 
 
 def attn_delta(o, do, core):
-    """delta = rowsum(o do), float32 [B, H, Sq], from a stored o."""
+    """Computes delta = rowsum(o do), float32 [B, H, Sq], from a stored o."""
     o, do, core = rows_of(o), rows_of(do), _with_plain_vectors(core)
     B, H, Sq, *_ = _geometry(o, o, core)
     packed = core.cu_q is not None
@@ -505,7 +506,7 @@ def attn_delta(o, do, core):
 def attn_bwd(
     q, k, v, do, lse, delta, core, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None, tiles: tuple | None = None
 ):
-    """(dq, dk, dv), written into the given tensors (views of a packed dqkv, say) or into new ones.
+    """Computes dq, dk and dv, in the given tensors (such as views of a packed dqkv) or in new ones.
 
     need_dq, need_dkv: what is not needed is None and its kernel does not run. tiles: (dkdv tile, dq tile).
     """
@@ -519,7 +520,7 @@ def attn_bwd(
         if out is not None and out.stride(-1) != 1 and out.shape[-1] > 1:
             raise ValueError(f"dq, dk and dv must have an inner stride of 1, but one has strides {out.stride()}")
     B, H, Sq, Sk, window, flags = _common(q, k, core, v, do, dq, dk, dv)
-    # a loop of their own, without masks, for the tiles that all see all of; where two loops fit into the registers
+    # fully visible tiles get a loop of their own without masks, where two loops fit into the registers
     plain = core.mask is None and core.slopes is None and core.window[0] is None and not core.softcap
     flags["PHASED"] = plain and q.shape[-1] <= 128
     if packed:
@@ -573,9 +574,10 @@ def attn_bwd(
 
 
 def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | None = None):
-    """The gradient float32 [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores.
+    """Computes the gradient float32 [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores.
 
-    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks. q has all rows.
+    shape: the gradient's; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks. q has all
+    rows.
     """
     if core.row_base:
         raise ValueError(f"attn_dmask: q must have all rows of a sequence, not those from {core.row_base} on")

@@ -31,7 +31,7 @@ LOWEST_LSE = tl.constexpr(-(2.0**24))  # from here on neighbouring float32 numbe
 
 @triton.jit
 def _load_delta(ptr, offs_m, inside, state_ptr, threshold):
-    """delta / keep_scale, so that ds / keep_scale takes no matmul an element; dq and dk are scaled at the end."""
+    """Loads delta / keep_scale, so that ds / keep_scale takes no multiplication an element; dq and dk are scaled at the end."""
     delta = tl.load(ptr + offs_m, mask=inside, other=0.0)
     if state_ptr is not None:
         delta *= (65536 - threshold) * (1.0 / 65536)
@@ -40,9 +40,9 @@ def _load_delta(ptr, offs_m, inside, state_ptr, threshold):
 
 @triton.jit
 def _load_lse(ptr, offs_m, inside):
-    """lse in units of log 2, infinite for a row that saw nothing, so that its p is 0.
+    """Loads lse in units of log 2, infinite for a row that saw nothing, so that its p is 0.
 
-    So for one of which a mask hides everything by finite numbers, so far down that an lse has no digit for log sum.
+    The same holds for a row that a mask hides by finite numbers, so far down that an lse has no digit for log sum.
     """
     lse = tl.load(ptr + offs_m, mask=inside, other=float("-inf"))
     return tl.where(lse < LOWEST_LSE, float("inf"), lse * LOG2E)
@@ -67,9 +67,10 @@ def probability_tile(
     COLUMNS: tl.constexpr,
     MASK_STEP: tl.constexpr,
 ):
-    """p = exp(s - lse), i, j and lse broadcast. EDGE: where i may not see j it is 0; COLUMNS: also where j is beyond Sk.
+    """Computes p = exp(s - lse); i, j and lse broadcast. EDGE: where i may not see j it is 0; COLUMNS: also where j is beyond
+    Sk.
 
-    Without masks and slopes one multiply-add an element gives the exponent.
+    Without masks and slopes one multiply-add an element computes the exponent.
     """
     if mask[0] is None and slope is None:
         p = tl.exp2(tl.fma(qk, scale * LOG2E, -lse))
@@ -114,10 +115,10 @@ def _dkdv_step(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
+    """Adds the rows start... to dk / (scale keep_scale) and dv / keep_scale of a column tile.
 
-    Scores are transposed: [BLOCK_N, BLOCK_M]. Matmuls and loads stand in the order that keeps the fewest registers alive.
-    Columns beyond Sk need no mask: each has a row of dk and dv to itself, which is not stored.
+    Scores are transposed: [BLOCK_N, BLOCK_M]. Matmuls and loads stand in the order that takes the fewest registers. Columns
+    beyond Sk need no mask: each has a row of dk and dv to itself, which is not stored.
     """
     state_ptr, threshold, first_block = dropout
     offs_n = n0 + tl.arange(0, k.shape[0])
@@ -154,7 +155,7 @@ def _dkdv_step(
         p = signed.to(tl.float32, bitcast=True)
         dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if scale[1] is not None:
-        p *= 1.0 - qk * qk  # here, where tanh is at hand; the sign stays
+        p *= 1.0 - qk * qk  # qk holds tanh here; the sign stays
     dv = dot(cast(dropped, do.dtype), do, dv, PRECISION)
     dp = dot(v, tl.trans(do), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     if state_ptr is not None:
@@ -189,9 +190,9 @@ def _dkdv_steps(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The same from rows [lo, hi) of all heads, lo a multiple of BLOCK_M.
+    """Runs `_dkdv_step` for rows [lo, hi) of all heads, lo a multiple of BLOCK_M.
 
-    One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
+    One loop runs over all heads and begins again for each: a loop inside a loop needs more registers.
     """
     q_heads, do_heads, lse_ptr, delta_ptr, slopes, mask = tensors
     b, h_kv, row0, n0, Sq_b, Sk_b, plane_rows, stride_lseb, stride_lseh = place
@@ -242,7 +243,7 @@ def _dkdv_steps(
 
 @triton.jit
 def row_range(n0, Sq, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
+    """Returns [lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
     left, right, _ = window
     lo = 0
     hi = Sq
@@ -282,7 +283,7 @@ def _dq_steps(
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
+    """Computes dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, q.shape[0])
     for start in range(lo, hi, BLOCK_N):
@@ -347,7 +348,7 @@ def _ds_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """ds / keep_scale [BLOCK_M, BLOCK_N] behind the softcap, where the mask is added; 0 outside of [Sq, Sk]."""
+    """Computes ds / keep_scale [BLOCK_M, BLOCK_N] behind the softcap, where the mask is added; 0 outside of [Sq, Sk]."""
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, BLOCK_M)
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -425,7 +426,7 @@ def _attn_dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
+    """Computes one column tile of dk and dv of one k/v head, summed over the GROUP query heads that read it."""
     pid = tl.program_id(0)
     n0 = pid % tiles * BLOCK_N
     H_kv = H // GROUP
@@ -566,7 +567,7 @@ def _attn_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row tile of one query head: it owns dq."""
+    """Computes one row tile of dq of one query head."""
     slopes_ptr, stride_slopeb = slopes
     pid = tl.program_id(0)
     m0 = (tiles - 1 - pid % tiles) * BLOCK_M
@@ -642,13 +643,13 @@ def _attn_dmask_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of dmask [B / samples, H / heads, Sq or 1, Sk or 1]: it owns the sum of ds over what the mask is broadcast to.
+    """Computes one tile of dmask [B / samples, H / heads, Sq or 1, Sk or 1]: the sum of ds over what the mask is broadcast to.
 
-    ROWS, COLUMNS: has the mask rows and columns of its own? If not, a program visits all, adds their tiles and sums these last.
+    ROWS, COLUMNS: the mask has rows and columns of its own; if not, a program visits all, adds their tiles and sums these last.
     tiles: those of a plane of dmask.
     """
     slopes_ptr, stride_slopeb = slopes
-    window = (left, right, 0)  # a mask that trains has all rows
+    window = (left, right, 0)  # a mask with a gradient has all rows
     pid = tl.program_id(0)
     plane = pid // tiles
     tile = pid % tiles

@@ -1,4 +1,4 @@
-"""What attention's forward and backward share: the rows of a head, its scores, and which of them are seen.
+"""Functions that attention's forward and backward share: the rows of a head, its scores, and which of them are seen.
 
 Kernels take tensors in tuples, whose strides count elements:
     heads   (ptr, strides of batch, head, row): [B, H, S, D]        rows    (ptr, stride of rows): [S, D], those of one head
@@ -27,7 +27,7 @@ DYNAMIC = [
 
 @triton.jit
 def rows_at(heads, b, h, row0, STRIDE_STEP: tl.constexpr):
-    """The rows of head h of batch b from row0 on.
+    """Returns the rows of head h of batch b from row0 on.
 
     All strides are multiples of STRIDE_STEP (tile.unit_of), which the compiler is told.
     """
@@ -40,7 +40,7 @@ def rows_at(heads, b, h, row0, STRIDE_STEP: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, offs_s, S, D, HEAD_D: tl.constexpr):
-    """[len(offs_s), HEAD_D] rows of one head, zeros outside of S rows and D columns."""
+    """Loads [len(offs_s), HEAD_D] rows of one head, zeros outside of S rows and D columns."""
     ptr, stride_s = rows
     offs_d = tl.arange(0, HEAD_D)
     mask = (offs_s < S)[:, None]
@@ -61,14 +61,15 @@ def store_rows(rows, offs_s, S, D, HEAD_D: tl.constexpr, value):
 
 @triton.jit
 def mask_offset_of(mask, b, h):
-    """Where the mask of head h of batch b starts."""
+    """Returns where the mask of head h of batch b starts."""
     _, stride_b, stride_h, _, _ = mask
     return b * stride_b + h * stride_h
 
 
 @triton.jit
 def tanh_tile(u):
-    """tanh(u) to 2 units in the last place: the polynomial of Cephes' tanhf near 0, where 1 - exp(-2u) loses its digits.
+    """Computes tanh(u) to 2 units in the last place: the polynomial of Cephes' tanhf near 0, where 1 - exp(-2u) loses its
+    digits.
 
     The interpreter has no tanh, and the hardware's has 11 bits.
     """
@@ -81,7 +82,7 @@ def tanh_tile(u):
 
 @triton.jit
 def capped_tile(qk, scale):
-    """(t, factor): the score before masks is their matmul. t = tanh(scale qk / softcap), or qk without a softcap."""
+    """Returns (t, factor), whose product is the score before masks. t = tanh(scale qk / softcap), or qk without a softcap."""
     factor, softcap = scale
     if softcap is not None:
         return tanh_tile(qk * (factor / softcap)), softcap
@@ -106,7 +107,7 @@ def score_tile(
     EDGE: tl.constexpr,
     MASK_STEP: tl.constexpr,
 ):
-    """s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed.
+    """Computes s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed.
 
     The mask's stride of rows is None for a mask of columns alone. MASK_STEP, 16 or 1, divides Sk: where a mask's columns end
     decides how many bytes one load takes.
@@ -143,7 +144,7 @@ def score_tile(
 def column_phases(
     m0, Sk, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
-    """(lo, full_lo, full_hi, hi) of the column tiles that rows m0.. see: those in [full_lo, full_hi) need no edge mask."""
+    """Returns lo, full_lo, full_hi, hi of the column tiles that rows m0.. see; [full_lo, full_hi) need no edge mask."""
     left, right, _ = window
     lo = 0
     full_lo = 0
@@ -162,7 +163,7 @@ def column_phases(
 
 @triton.jit
 def sequence_of(cu_ptr, b, S):
-    """(first row, length) of sequence b: packed by cu_ptr int32 [B + 1], of which S rows are seen, or (0, S)."""
+    """Returns first row and length of sequence b: packed by cu_ptr int32 [B + 1], of which S rows are seen, or (0, S)."""
     if cu_ptr is not None:
         start = tl.load(cu_ptr + b).to(tl.int64)
         return start, tl.minimum(tl.load(cu_ptr + b + 1) - start, S).to(tl.int32)
@@ -172,7 +173,7 @@ def sequence_of(cu_ptr, b, S):
 
 @triton.jit
 def window_of(cu_ptr, left, right, row_base, Sq, Sk):
-    """The window's bounds; of packed sequences the last row is aligned with the last column."""
+    """Returns the window's bounds; of packed sequences the last row is aligned with the last column."""
     if cu_ptr is not None:
         return left - (Sk - Sq), right + (Sk - Sq), row_base
     else:
@@ -181,5 +182,5 @@ def window_of(cu_ptr, left, right, row_base, Sq, Sk):
 
 @triton.jit
 def first_block_of(plane_base, b, h, planes, plane_rows, row_base):
-    """Where row row_base of the plane of (b, h), which has `plane_rows` rows, lies among the mask's blocks of 16."""
+    """Returns where row row_base of the plane of (b, h), which has `plane_rows` rows, lies among the mask's blocks of 16."""
     return ((plane_base + b * planes + h) * tl.cdiv(plane_rows, 16) + row_base // 16).to(tl.uint32)

@@ -9,9 +9,9 @@
                              some rows of w
     cross_entropy_saved_bwd  the same from what was saved: no matmul
 
-Forward gives one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
+Forward writes one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
 logit belongs to one slice, so there are no atomics. Forward and backward share `logits_tile`, which stays float32. A tile whose
-tokens are all ignored multiplies nothing.
+tokens are all ignored runs no matmul.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from .tile import (
     upcast,
 )
 
-HEADROOM = tl.constexpr(2.0**15)  # the largest of what is saved, so that float16 holds exponentials down to e^-27
+HEADROOM = tl.constexpr(2.0**15)  # the largest saved value, so that float16 holds exponentials down to e^-27
 NEG_INF = tl.constexpr(float("-inf"))
 LAST = tl.constexpr(2.0**24)  # beyond the classes of an arg max
-ELSEWHERE = tl.constexpr(-1)  # columns of targets that other programs have
+ELSEWHERE = tl.constexpr(-1)  # column of a target in another program's tile
 IGNORED = tl.constexpr(-2)
 
 
 @triton.jit
 def logits_tile(acc, b_ptr, offs_v, V, scale):
-    """u [M, V] float32 of a matmul's tile."""
+    """Computes u [M, V] float32 from a matmul's tile."""
     if b_ptr is not None:
         acc += upcast(tl.load(b_ptr + offs_v, mask=offs_v < V, other=0.0))[None, :]
     return acc * scale
@@ -58,7 +58,7 @@ def logits_tile(acc, b_ptr, offs_v, V, scale):
 
 @triton.jit
 def capped_logits(u, softcap):
-    """z, and dz/du."""
+    """Returns z and dz/du."""
     if softcap is not None:
         t = tanh_tile(u / softcap)
         return softcap * t, 1.0 - t * t
@@ -68,13 +68,13 @@ def capped_logits(u, softcap):
 
 @triton.jit
 def times_log(p, log_p):
-    """p log p, which is 0 where p is."""
+    """Returns p log p, 0 where p is 0."""
     return tl.where(p > 0.0, p * log_p, 0.0)
 
 
 @triton.jit
 def target_columns(targets, offs_m, M, V):
-    """The column of each row's target among V, ELSEWHERE or IGNORED. targets = (ptr, first, ignore_index)."""
+    """Returns the column of each row's target among V, ELSEWHERE or IGNORED. targets = (ptr, first, ignore_index)."""
     target_ptr, first, ignore_index = targets
     target = tl.load(target_ptr + offs_m, mask=offs_m < M, other=ignore_index)
     column = target - first
@@ -84,7 +84,7 @@ def target_columns(targets, offs_m, M, V):
 
 @triton.jit
 def any_counts(targets, offs_m, M, V):
-    """1 if a row's target counts, else 0. In float32: the emulator does not know redux.sync, by which integers reduce."""
+    """Returns 1 if a row's target counts, else 0. Reduces float32: the emulator does not know integers' redux.sync."""
     return tl.max((target_columns(targets, offs_m, M, V) != IGNORED).to(tl.float32), axis=0).to(tl.int32)
 
 
@@ -95,7 +95,7 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
     column = target_columns(targets, offs_m, M, V)
     u = logits_tile(acc, b_ptr, offs_v, V, scale)
     z, _ = capped_logits(u, softcap)
-    if saved_rows[0] is not None and softcap is not None:  # now, so that no register holds u beside z
+    if saved_rows[0] is not None and softcap is not None:  # here, so that no register holds u beside z
         store_tile(saved_rows, offs_m, offs_v, mask, cast(u, saved_rows[0].dtype.element_ty))
     inside = (offs_v < V)[None, :]
     z = tl.where(inside, z, NEG_INF)
@@ -116,7 +116,7 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
             weighted *= tl.load(cw_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
         tl.store(wz_ptr + at, tl.sum(weighted, axis=1), mask=mask_m)
     z_t = tl.sum(tl.where(column[:, None] == offs_v[None, :], z, 0.0), axis=1)
-    tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # one slice of all
+    tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # only one slice has the target
     log_p = z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]
     p = tl.exp(log_p)
     if entropy_ptr is not None:  # formed of lse, after all else: 256 bytes of spills less than beside it
@@ -152,7 +152,7 @@ def _cross_entropy_fwd_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """statistics: float32, of `_fwd_store`'s order; all but z_t are [slices, M], a slice being BLOCK_N / SUB columns."""
+    """Writes statistics float32, in `_fwd_store`'s order; all but z_t are [slices, M], a slice being BLOCK_N / SUB columns."""
     pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -180,8 +180,8 @@ def _combine_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """log sum exp (LOG), or the sum, over the slices of each token, in ascending order. Slices have shares p of all
-    probabilities; the entropy is sum p (entropy of a slice - log p): shares of the largest slice's until all are seen."""
+    """Computes log sum exp (LOG), or the sum, over the slices of each token, in ascending order. Slices have shares p of all
+    probabilities; the entropy is sum p (entropy of a slice - log p), with shares of the largest slice's until all are seen."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -218,7 +218,7 @@ def _combine_kernel(
 def write_gradient(
     p, log_p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
 ):
-    """dz of probabilities p, and its column sums. gradients: `TokenGradients`."""
+    """Writes dz of probabilities p, and its column sums. gradients: `TokenGradients`."""
     dp_ptr, dzt_ptr, dwz_ptr, dplogp_ptr = gradients
     mask_m = offs_m < M
     dz = p * tl.load(dp_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
@@ -231,7 +231,7 @@ def write_gradient(
         if cw_ptr is not None:
             even *= tl.load(cw_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
         dz += even
-    dz = tl.where((column != IGNORED)[:, None] & mask, dz * slope * scale, 0.0)  # whatever an ignored token's x holds
+    dz = tl.where((column != IGNORED)[:, None] & mask, dz * slope * scale, 0.0)  # even if an ignored token's x is NaN
     store_tile(dz_rows, offs_m, offs_v, mask, cast(dz, dz_rows[0].dtype.element_ty))
     if db_ptr is not None:
         tl.store(db_ptr + pid_m.to(tl.int64) * V + offs_v, tl.sum(dz, axis=0), mask=offs_v < V)
@@ -324,7 +324,8 @@ def _cross_entropy_saved_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N is forward's slice of columns, of which parts_ptr [slices, M] has the lse. The target's p is exact: of z_t."""
+    """Computes dz from saved logits. BLOCK_N is forward's slice of columns, whose lse is in parts_ptr [slices, M]. The target's
+    p is exact: it comes from z_t."""
     pid_m, pid_n = block_of(V, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_v = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -351,19 +352,19 @@ def _cross_entropy_saved_bwd_kernel(
 
 
 def slice_columns(x: torch.Tensor) -> int:
-    """Columns of a slice: BLOCK_N / SUB of every tile of cross_entropy_fwd."""
+    """Returns the columns of a slice: BLOCK_N / SUB of every tile of cross_entropy_fwd."""
     return INTERPRETED_TILE.BLOCK_N if arch_of(x) == INTERPRETER else 64
 
 
 def slice_count(x: torch.Tensor, entries: int) -> int:
-    """Rows of what `cross_entropy_fwd` saves as parts."""
+    """Returns the number of rows of the parts that `cross_entropy_fwd` saves."""
     return -(-entries // slice_columns(x))
 
 
 def combine(
     parts: torch.Tensor, log: bool, entropy: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[slices, M] -> [M], and the entropy, from those of slices."""
+    """Combines [slices, M] to [M], and the slices' entropies to the whole entropy."""
     slices, M = parts.shape
     out = torch.empty(M, dtype=parts.dtype, device=parts.device)
     whole = None if entropy is None else torch.empty_like(out)
@@ -387,11 +388,12 @@ def combine(
 
 
 def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the largest logits [M], their classes [M]) of those of slices [slices, M], where w's first row is class `first`."""
+    """Returns the largest logits [M] and their classes [M], from those of slices [slices, M], where w's first row is class
+    `first`."""
     if not len(largest):
         return largest.new_full(largest.shape[1:], float("-inf")), largest.new_full(largest.shape[1:], first)
-    largest, one = largest.max(0)
-    return largest, classes.gather(0, one[None])[0] + first
+    largest, index = largest.max(0)
+    return largest, classes.gather(0, index[None])[0] + first
 
 
 def cross_entropy_fwd(
@@ -409,24 +411,24 @@ def cross_entropy_fwd(
     logits=False,
     tile=None,
 ):
-    """CrossEntropyForward.
+    """Computes a CrossEntropyForward.
 
     x [M, K], w [V, K], b [V] or None, all of one dtype; target int64 [M]; class_weight float32 [V] or None; head:
-    `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. Of ignored tokens the others are anything.
+    `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. The statistics of ignored tokens are undefined.
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w, b, class_weight, target = (rows_of(one) for one in (x, w, b, class_weight, target))
+    x, w, b, class_weight, target = (rows_of(tensor) for tensor in (x, w, b, class_weight, target))
     tile = tile or tile_for("cross_entropy_fwd", arch_of(x), M, V, x, w)
-    made = dict(dtype=torch.float32, device=x.device)
+    options = dict(dtype=torch.float32, device=x.device)
     slices = triton.cdiv(V, tile.BLOCK_N // tile.SUB)
-    parts = torch.empty((slices, M), **made)
+    parts = torch.empty((slices, M), **options)
     wz, entropies, largest, classes = (
-        torch.empty((slices, M), **made) if wanted else None for wanted in (weighted, entropy, arg_max, arg_max)
+        torch.empty((slices, M), **options) if wanted else None for wanted in (weighted, entropy, arg_max, arg_max)
     )
-    z_t = torch.zeros(M, **made)
+    z_t = torch.zeros(M, **options)
     saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
-    z = torch.empty((M, -(-V // 256) * 256), **made)[:, :V] if logits else None
+    z = torch.empty((M, -(-V // 256) * 256), **options)[:, :V] if logits else None
     if M and V:
         launch(
             _cross_entropy_fwd_kernel,
@@ -463,7 +465,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
     """
     M, K = x.shape
     V = w.shape[0]
-    x, w, b, class_weight, target, lse = (rows_of(one) for one in (x, w, b, class_weight, target, lse))
+    x, w, b, class_weight, target, lse = (rows_of(tensor) for tensor in (x, w, b, class_weight, target, lse))
     tile = tile or tile_for("cross_entropy_bwd", arch_of(x), M, V, x, w)
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
@@ -493,9 +495,10 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
 
 
 def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
-    """`cross_entropy_bwd` from forward's z_t and what it saved: saved [M, V] of a chunk that begins at its column `start`."""
+    """Computes `cross_entropy_bwd` from forward's z_t and what it saved: saved [M, V] of a chunk that begins at its column
+    `start`."""
     M, V = saved.shape
-    saved, z_t, class_weight, target, lse = (rows_of(one) for one in (saved, z_t, class_weight, target, lse))
+    saved, z_t, class_weight, target, lse = (rows_of(tensor) for tensor in (saved, z_t, class_weight, target, lse))
     parts = None if parts is None else parts.contiguous()
     width = slice_columns(saved)
     blocks = dict(BLOCK_M=32, BLOCK_N=width)

@@ -13,7 +13,7 @@
 gelu_tanh uses (1 + tanh u)/2 = s(2u): the interpreter has no tanh. Every act maps 0 to 0: padding stays zero.
 
 The type that z is stored in decides how. float32 takes the formulas as they stand; on a GPU tl.exp(x) is 2^(x log2 e) with
-that matmul rounded: |x|/2 ulps beside torch's exp, seen in the tails alone. 16-bit types take one ex2 and one rcp an
+that product rounded: |x|/2 ulps beside torch's exp, seen in the tails alone. 16-bit types take one ex2 and one rcp an
 element, without their code for subnormals: s(x) is 0 below 2^-126. For x >= 0
     Phi(-x) = exp(-x^2/2) P(t), t = 1/(1 + 0.35 x)
 whose exponential is the density's, too. P is fitted to the relative error: 5e-6 to x = 4, 9e-5 to where ex2 ends, 13.2. So
@@ -47,7 +47,7 @@ from .tile import (
 
 @triton.jit
 def _reciprocal(x):
-    """1/x in one instruction to 1 ulp, subnormals as zeros; an IEEE division takes eight."""
+    """Returns 1/x in one instruction to 1 ulp, subnormals as zeros; an IEEE division takes eight."""
     if INTERPRET:
         return 1.0 / x
     else:
@@ -63,7 +63,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _gate(z, ACT: tl.constexpr, EXACT: tl.constexpr):
-    """s(2u), s(1.702 z) or s(z): what act multiplies z by."""
+    """Returns s(2u), s(1.702 z) or s(z): the factor of z in act."""
     SLOPE: tl.constexpr = 1.702 if ACT == "quick_gelu" else 1.0
     if EXACT:
         if ACT == "gelu_tanh":
@@ -80,12 +80,12 @@ def _gate(z, ACT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _gaussian(z, EXACT: tl.constexpr):
-    """(Phi(z), exp(-z^2/2))."""
+    """Returns Phi(z) and exp(-z^2/2)."""
     if EXACT:
         return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476), tl.exp(-0.5 * z * z)
     else:
         t = _reciprocal(tl.fma(tl.abs(z), 0.35, 1.0))
-        e = tl.exp2(z * z * -0.7213475204444817)  # of a 16-bit z the square is exact
+        e = tl.exp2(z * z * -0.7213475204444817)  # the square of a 16-bit z is exact
         p = tl.fma(t, -0.10407846, 0.2964028)
         p = tl.fma(p, t, -0.00732361)
         p = tl.fma(p, t, 0.18182005)
@@ -96,7 +96,7 @@ def _gaussian(z, EXACT: tl.constexpr):
 
 @triton.jit
 def act(z, ACT: tl.constexpr):
-    """act(z) in float32, of z in the type that it is stored in."""
+    """Computes act(z) in float32, from z in its storage type."""
     EXACT: tl.constexpr = z.dtype == tl.float32
     z = upcast(z)
     if ACT == "relu":
@@ -116,7 +116,7 @@ def act(z, ACT: tl.constexpr):
 
 @triton.jit
 def act_grad(z, dy, ACT: tl.constexpr):
-    """dy * act'(z) in float32, of z in the type that it is stored in and dy in float32."""
+    """Computes dy * act'(z) in float32, from z in its storage type and dy in float32."""
     EXACT: tl.constexpr = z.dtype == tl.float32
     z = upcast(z)
     if ACT == "relu":
@@ -152,7 +152,7 @@ def act_grad(z, dy, ACT: tl.constexpr):
 
 @triton.jit
 def pack_bits(bit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """bool [M, N] -> uint8 [M, N/8]: bit j of byte i is column 8 i + j."""
+    """Packs bool [M, N] into uint8 [M, N/8]: bit j of byte i is column 8 i + j."""
     weights = (1 << tl.arange(0, 8)).to(tl.int32)
     bits = bit.to(tl.int32).reshape(BLOCK_M, BLOCK_N // 8, 8)
     return tl.sum(bits * weights[None, None, :], axis=2).to(tl.uint8)
@@ -172,14 +172,14 @@ def store_tile(rows, offs_m, offs_n, mask, value):
 
 @triton.jit
 def store_column_sum(ptr, pid_m, offs_n, N, value, mask):
-    """One row of bias-gradient partial sums, [tile rows, N] float32. The caller adds the rows up: no atomics."""
+    """Stores one row of bias-gradient partial sums, [tile rows, N] float32. The caller adds the rows up: no atomics."""
     total = tl.sum(tl.where(mask, upcast(value), 0.0), axis=0)
     tl.store(ptr + pid_m.to(tl.int64) * N + offs_n, total, mask=offs_n < N)
 
 
 @triton.jit
 def block_of(N, BLOCK_N: tl.constexpr):
-    """(row, column) of this program's block. One dimension of programs: a second holds 65535, which long rows exceed."""
+    """Returns row and column of this program's block, from one dimension of programs: a second ends at 65535."""
     pid = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
     return pid // columns, pid % columns
@@ -189,7 +189,7 @@ def block_of(N, BLOCK_N: tl.constexpr):
 def _act_fwd_kernel(
     z_rows, u_rows, h_rows, M, N, ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
+    """Computes h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -203,7 +203,7 @@ def _act_fwd_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _relu_bits_kernel(h_rows, bits_rows, M, N, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bit j of byte i: is h[m, 8 i + j] not 0? NaN counts as passed, as in torch."""
+    """Packs h[m, 8 i + j] != 0 into bit j of byte i. NaN counts as passed, as in torch."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -228,7 +228,7 @@ def _act_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dz = dy * act'(z), db partial rows. saved is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
+    """Computes dz = dy * act'(z), db partial rows. saved is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -252,7 +252,7 @@ def _act_bwd_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _sum_rows_kernel(partials, sums, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """sums[i] [N] = the sum of the rows of partials[i] [M, N] float32, rounded once."""
+    """Computes sums[i] [N] = the sum of the rows of partials[i] [M, N] float32, rounded once."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     for i in tl.static_range(len(sums)):
@@ -278,12 +278,11 @@ def _dropout_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y = keep * scale * x. Its own backward: dx = keep * scale * dy.
+    """Computes y = keep * scale * x. It is its own backward: dx = keep * scale * dy.
 
-    A thread that holds eight neighbouring columns would need eight Philox calls for them in `keep_tile`'s form. So the
-    tile is walked counter by counter: c1 runs over half of its rows, c0 over a quarter of its columns, and each of the
-    eight values of a call belongs to an element 8 rows or 8, 16, 24 columns on. Eight loads of 16 bytes, one call an
-    element and eighth.
+    A thread that holds eight neighbouring columns would need eight Philox calls for them in `keep_tile`'s form. So the tile is
+    walked counter by counter: c1 runs over half of its rows, c0 over a quarter of its columns, and each of the eight values of
+    a call belongs to an element 8 rows or 8, 16, 24 columns on. Eight loads of 16 bytes, one call an element and eighth.
     """
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
@@ -316,31 +315,31 @@ def grid_of_blocks(M: int, N: int, blocks: dict) -> tuple[int]:
 
 
 def block_sums(M: int, N: int, blocks: dict, like: torch.Tensor) -> torch.Tensor:
-    """Room for sums of columns: one float32 row for each row of blocks."""
+    """Allocates sums of columns: one float32 row for each row of blocks."""
     return torch.empty((triton.cdiv(M, blocks["BLOCK_M"]), N), dtype=torch.float32, device=like.device)
 
 
 def row_sums(partials, wanted):
-    """Of partial sums float32 [M, ...], all of one shape or None: their sums [...], each of the dtype that is wanted of it
-    (True: float32) and rounded once to it.
+    """Sums the rows of partial sums float32 [M, ...], all of one shape or None: returns [...], each in the dtype that is wanted
+    (True: float32), rounded once.
 
-    One launch for all. torch.sum(dtype=) of float32 would round every partial sum first; and torch's own sum, in another order,
-    would make one's bits depend on whether the other is wanted.
+    One launch runs for all. torch.sum(dtype=) of float32 would round every partial sum first; and torch's own sum, in another
+    order, would make the bits of one sum depend on whether the other is wanted.
     """
-    given = [
+    pairs = [
         (partial, torch.float32 if dtype is True else dtype) for partial, dtype in zip(partials, wanted, strict=True)
     ]
-    some = [(partial, dtype) for partial, dtype in given if partial is not None]
+    some = [(partial, dtype) for partial, dtype in pairs if partial is not None]
     if not some:
         return list(partials)
-    sums = [None if partial is None else partial.new_empty(partial.shape[1:], dtype=dtype) for partial, dtype in given]
+    sums = [None if partial is None else partial.new_empty(partial.shape[1:], dtype=dtype) for partial, dtype in pairs]
     M, N = some[0][0].shape[0], math.prod(some[0][0].shape[1:])
     if N:
         launch(
             _sum_rows_kernel,
             (triton.cdiv(N, 32),),
             tuple(partial for partial, _ in some),
-            tuple(one for one in sums if one is not None),
+            tuple(total for total in sums if total is not None),
             M,
             N,
             BLOCK_M=64,
@@ -352,7 +351,7 @@ def row_sums(partials, wanted):
 
 
 def act_fwd(z, u, activation: str):
-    """act(z), or act(z) * u, rounded once: h [M, N] from stored z (and u) where no gradient of z is wanted."""
+    """Computes h [M, N] = act(z), or act(z) * u, rounded once, from stored z (and u) where no gradient of z is needed."""
     M, N = z.shape
     z, u = rows_of(z), rows_of(u)
     h = torch.empty((M, N), dtype=z.dtype, device=z.device)
@@ -373,7 +372,7 @@ def act_fwd(z, u, activation: str):
 
 
 def relu_bits(h):
-    """relu's mask as `act_bwd` takes it, uint8 [M, ceil(N/8)], from z or h = relu(z) [M, N]."""
+    """Computes relu's mask as `act_bwd` takes it, uint8 [M, ceil(N/8)], from z or h = relu(z) [M, N]."""
     M, N = h.shape
     h, blocks = rows_of(h), blocks_of(h)
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=h.device)
@@ -383,7 +382,7 @@ def relu_bits(h):
 
 
 def act_bwd(dy, saved, activation: str, *, bits: bool = False, db: bool = False):
-    """dz = dy * act'(saved) [M, N] and db = sum of dz's rows [N] (None unless asked for).
+    """Computes dz = dy * act'(saved) [M, N] and db = sum of dz's rows [N] (None unless asked for).
 
     db: the sum's dtype, or True for float32. saved: z [M, N], relu's y, or with `bits` relu's mask uint8 [M, ceil(N/8)].
     """
@@ -412,8 +411,8 @@ def act_bwd(dy, saved, activation: str, *, bits: bool = False, db: bool = False)
 def dropout(
     x, state, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0, blocks: dict | None = None
 ):
-    """keep * scale * x for x [M, N]; the mask is that of rows row_base.. and columns col_base.. of the logical tensor
-    (philox.py). col_base is a multiple of 32.
+    """Computes keep * scale * x for x [M, N], with the mask of rows row_base.. and columns col_base.. (a multiple of 32) of the
+    logical tensor (philox.py).
 
     blocks: BLOCK_M (a multiple of 16) and BLOCK_N (of 32), to show that the mask does not depend on them.
     """

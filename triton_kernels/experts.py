@@ -6,11 +6,11 @@
     backward  dh = dy[t] wd[e];  ds = <dh, h>;  dg, du: the gated MLP's, of s dh;  dx[t] = sum_j ([dg|du] w[e])[inv[t k + j]]
               dw[e] = [dg|du]^T x[t],  dwd[e] = dy[t]^T (s h) over the rows of e
 
-A tile of rows is of one expert. How many tiles there are only the device knows, but never more than cdiv(R, BLOCK_M) + min(E,
-R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read,
-but by elementwise passes, which write what they read of them to the same rows.
-Sums over j ascend, in float32; forward and recompute add up a matmul in one order, so that a recomputed g has the bits of the
-first.
+A tile of rows is of one expert. Only the device knows how many tiles there are, but never more than cdiv(R, BLOCK_M) + min(E,
+R): so many programs are launched, and programs without a tile return at once. Rows beyond offs[E] are neither written nor read,
+except by elementwise passes, which write what they read of them to the same rows.
+Sums over j ascend, in float32; forward and recompute accumulate a matmul in one order, so that a recomputed g has the bits of
+the first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dual_tile(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(a b^T, a c^T), each as `gemm_tile` forms it, in one loop: the gathered rows of a are read once."""
+    """Computes a b^T and a c^T, each as `gemm_tile` does, in one loop: the gathered rows of a are read once."""
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = offs_m < M
     mask_n = offs_n < N
@@ -133,7 +133,7 @@ def _experts_fwd_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """x [T, K] gathered, w [E, 2 N, K] -> h [R, N], gu [R, 2 N]."""
+    """Computes h [R, N] and gu [R, 2 N] from x [T, K], gathered, and w [E, 2 N, K]."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
     if expert < 0:
@@ -172,7 +172,7 @@ def _experts_gemm_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """y[r] = a[r] w[e]^T + b[e] (TRANSPOSED; w [E, N, K]), or a[r] w[e] (w [E, K, N])."""
+    """Computes y[r] = a[r] w[e]^T + b[e] (TRANSPOSED; w [E, N, K]), or a[r] w[e] (w [E, K, N])."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
     if expert < 0:
@@ -189,7 +189,7 @@ def _experts_gemm_kernel(
 def _experts_combine_kernel(
     y_rows, s_ptr, inv_ptr, offs_ptr, out_rows, E, D, TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """out[t] = sum_j s[t, j] y[inv[t, j]], j ascending, in float32, over token-expert pairs that an expert has."""
+    """Computes out[t] = sum_j s[t, j] y[inv[t, j]], j ascending, in float32, over token-expert pairs that an expert has."""
     D = multiple(D, UNIT)
     y_ptr, out_ptr = y_rows[0], out_rows[0]
     token = tl.program_id(0).to(tl.int64)
@@ -209,7 +209,7 @@ def _experts_combine_kernel(
 
 
 def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=False):
-    """h = act(g) u, [g|u] = x[t] w[e]^T + b[e] -> (h [R, N], gu [R, 2 N] or None).
+    """Computes h = act(g) u [R, N], and [g|u] = x[t] w[e]^T + b[e] [R, 2 N] or None.
 
     x [T, K], w [E, 2 N, K], b [E, 2 N] or None; groups: `eager.Groups`.
     """
@@ -246,7 +246,7 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=Fal
 
 
 def experts_gemm(a, w, b, groups, precision: str, *, transposed: bool):
-    """y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]), for a [R, K]."""
+    """Computes y[r] = a[r] w[e]^T + b[e] (transposed; w [E, N, K], b [E, N] or None), or a[r] w[e] (w [E, K, N]); a [R, K]."""
     (R, K), E, N = a.shape, len(w), w.shape[1 if transposed else 2]
     a, w, b = rows_of(a), rows_of(w), None if b is None else b.contiguous()
     offs = groups.offs.contiguous()
@@ -275,7 +275,7 @@ def experts_gemm(a, w, b, groups, precision: str, *, transposed: bool):
 
 
 def experts_combine(y, s, groups):
-    """out[t] = sum_j s[t, j] y[inv[t, j]], rounded once; y [R, D], s [T, k] or None for ones."""
+    """Computes out[t] = sum_j s[t, j] y[inv[t, j]], rounded once; y [R, D], s [T, k] or None for ones."""
     T, D, E = groups.order.numel() // groups.top_k, y.shape[1], groups.offs.numel() - 1
     _, inv, offs = dense_groups(groups)
     y, s = rows_of(y), None if s is None else s.contiguous()
@@ -301,7 +301,7 @@ def experts_combine(y, s, groups):
 
 
 def _gradients(dy, N: int, s, groups, tile: Tile, hs: bool, dgu: bool, ds: bool):
-    """Room for (s h, dgu, partial sums of ds)."""
+    """Allocates s h, dgu and partial sums of ds."""
     R = groups.order.numel()
     return (
         torch.empty((R, N), dtype=dy.dtype, device=dy.device) if hs else None,
@@ -313,15 +313,17 @@ def _gradients(dy, N: int, s, groups, tile: Tile, hs: bool, dgu: bool, ds: bool)
 
 
 def _of_pairs(partial, s, groups):
-    """ds [T, k] float32 from partial sums [slices, R]; 0 for token-expert pairs that no expert has."""
+    """Computes ds [T, k] float32 from partial sums [slices, R]; 0 for token-expert pairs that no expert has."""
     if partial is None:
         return None
     return torch.where(groups.inv < groups.offs[-1], partial.sum(0)[groups.inv], 0.0).view(s.shape)
 
 
 def experts_bwd(x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True):
-    """x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k]
-    -> (s h [R, N], [dg|du] [R, 2 N], ds float32 [T, k]), each None unless asked for."""
+    """Computes s h [R, N], [dg|du] [R, 2 N] and ds float32 [T, k], each None unless asked for.
+
+    x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k].
+    """
     (T, K), R, E, N = x.shape, groups.order.numel(), len(w), wd.shape[2]
     x, w, dy, wd = map(rows_of, (x, w, dy, wd))
     b, s = None if b is None else b.contiguous(), s.contiguous()
@@ -359,7 +361,8 @@ def experts_bwd(x, w, b, dy, wd, s, groups, activation: str, precision: str, *, 
 
 
 def experts_act_grad(gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, added=None):
-    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one matmul, dh = dy[t] wd[e] + added [R, N], if that is given."""
+    """Computes the outputs of `experts_bwd` from stored gu [R, 2 N]: one matmul, dh = dy[t] wd[e] + added [R, N], if that is
+    given."""
     (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
     gu, added, dy, wd, s = *map(rows_of, (gu, added, dy, wd)), s.contiguous()
     order, _, offs = dense_groups(groups)
@@ -395,8 +398,8 @@ def experts_act_grad(gu, dy, wd, s, groups, activation: str, precision: str, *, 
 
 
 def experts_hidden_grad(gu, dh, s, groups, activation: str, *, hs=True, dgu=True, ds=True, over_gu=False):
-    """The outputs of `experts_bwd` from gu [R, 2 N] and dh [R, N], not yet weighted: one pass, for a library's matmuls. s h is
-    written over dh; dgu over gu if `over_gu`."""
+    """Computes the outputs of `experts_bwd` from gu [R, 2 N] and dh [R, N], not yet weighted: one pass, after a library's
+    matmuls. s h is written over dh; dgu over gu if `over_gu`."""
     R, N = dh.shape
     gu, dh, s = rows_of(gu), rows_of(dh), s.contiguous()
     blocks = blocks_of(dh) | {"BLOCK_M": 16}  # with 32 rows of three tiles, gelu spills on sm_80
@@ -422,7 +425,7 @@ def experts_hidden_grad(gu, dh, s, groups, activation: str, *, hs=True, dgu=True
 
 
 def experts_dw(a, b, groups, precision: str, out, *, gathered: str):
-    """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once -> out. An expert without rows gets zeros.
+    """Computes out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once. An expert without rows gets zeros.
 
     gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. out: the tensor [E, M, N] that it is added to, or the dtype
     of a new one.
@@ -454,7 +457,7 @@ def experts_dw(a, b, groups, precision: str, out, *, gathered: str):
 
 
 def experts_sums(a, s, groups, *, gathered: bool):
-    """out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of
+    """Computes out[e] = sum over the rows of e of a, float32 [E, N]: a [T, N] if gathered, else [R, N]; s: weights of
     token-expert pairs, or None."""
     E, N = groups.offs.numel() - 1, a.shape[1]
     a, s = rows_of(a), None if s is None else s.contiguous()

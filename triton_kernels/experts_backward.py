@@ -13,7 +13,8 @@ from .tile import by_slices, cast, dot, gemm_tile, multiple, rows_inside, upcast
 
 @triton.jit
 def experts_grad_store(g, u, dh, n0, s, hs_rows, dgu_rows, ds_ptr, rows, R, N, ACT: tl.constexpr):
-    """From g, u (storage type) and dh (float32, not yet weighted): s h, dg and du, and partial sums of ds, one row a slice."""
+    """Writes s h, dg and du, and partial sums of ds, one row a slice, from g, u (storage type) and dh (float32, not yet
+    weighted)."""
     offs_n = n0 + tl.arange(0, dh.shape[1])
     mask = (rows < R)[:, None] & (offs_n < N)[None, :]
     a = act(g, ACT)
@@ -31,7 +32,7 @@ def experts_grad_store(g, u, dh, n0, s, hs_rows, dgu_rows, ds_ptr, rows, R, N, A
 
 @triton.jit
 def _experts_bwd_store(acc_g, acc_u, acc_dh, n0, b_ptr, s, dy_rows, results, rows, R, N, ACT: tl.constexpr):
-    """results: what `experts_grad_store` writes, from hs_rows to ds_ptr."""
+    """Rounds g and u and calls `experts_grad_store`. results: what that writes, from hs_rows to ds_ptr."""
     offs_n = n0 + tl.arange(0, acc_g.shape[1])
     dtype: tl.constexpr = dy_rows[0].dtype.element_ty
     g = preact_tile(acc_g, b_ptr, offs_n, N, dtype)
@@ -88,9 +89,9 @@ def _experts_bwd_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """x, dy [T, K] gathered, w [E, 2 N, K], wd [E, K, N] -> s h [R, N], dgu [R, 2 N], ds [slices, R].
+    """Computes s h [R, N], dgu [R, 2 N] and ds [slices, R] from x, dy [T, K], gathered, w [E, 2 N, K], wd [E, K, N].
 
-    g, u and dh in three loops: in one, tiles of 128 columns spill on sm_90.
+    g, u and dh take three loops: in one, tiles of 128 columns spill on sm_90.
     """
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
@@ -145,7 +146,7 @@ def _experts_act_grad_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """As `_experts_bwd_kernel`, from stored gu [R, 2 N]; what is added to dh [R, N], if it is given."""
+    """Computes what `_experts_bwd_kernel` does, from stored gu [R, 2 N]. added_rows: [R, N], added to dh, or none."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
     if expert < 0:
@@ -181,7 +182,7 @@ def _experts_hidden_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """gu [R, 2 N], dh [R, N] -> s h [R, N], which may lie over dh, dgu [R, 2 N], which may lie over gu, ds [slices, R].
+    """Computes s h [R, N], which may lie over dh, dgu [R, 2 N], which may lie over gu, and ds [slices, R], from gu and dh.
 
     A program reads all that it writes over before it writes.
     """
@@ -217,7 +218,7 @@ def _experts_dw_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """dw[e] [M, N] = sum over the rows of e of a^T b, of which one is gathered; added to what is there if ADD."""
+    """Computes dw[e] [M, N] = sum over the rows of e of a^T b, of which one is gathered; added to what is there if ADD."""
     M, N = multiple(M, UNIT), multiple(N, UNIT)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     expert = tl.program_id(0) // tiles
@@ -253,7 +254,7 @@ def _experts_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[e] [N] = sum over the rows of e of a, gathered or not, each times its token-expert pair's s."""
+    """Computes out[e] [N] = sum over the rows of e of a, gathered or not, each times its token-expert pair's s."""
     N = multiple(N, UNIT)
     expert = tl.program_id(0) // tl.cdiv(N, BLOCK_N)
     offs_n = tl.program_id(0) % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)

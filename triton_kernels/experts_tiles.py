@@ -1,4 +1,4 @@
-"""Tiles of an expert's rows: their sizes, which rows are whose, and where its matrices lie."""
+"""Tiles of an expert's rows: their sizes, the rows of each expert, and the place of its matrices."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-# An expert's last tile is half empty: at 256 rows a quarter of the matmuls with tiles of 128, an eighth with 64.
-# Predicted.
+# An expert's last tile is half empty on average: at 256 rows a quarter of the work with tiles of 128, an eighth with 64
+# (predicted).
 FEW_ROWS = 256
 
 
 def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: torch.Tensor) -> Tile:
-    """As `tile.tile_for`, for matrices and stacks of them."""
+    """Returns the tile, as `tile.tile_for`, for matrices and stacks of them."""
     arch = arch_of(x)
     if arch == INTERPRETER:
         return INTERPRETED_TILE
     tiles, sizes, addresses = TILES[kernel, family_of(arch)], 0, 0
-    for one in operands:
-        sizes |= one.shape[-1] | functools.reduce(operator.or_, one.stride()[:-1])
-        addresses |= one.data_ptr()
+    for operand in operands:
+        sizes |= operand.shape[-1] | functools.reduce(operator.or_, operand.stride()[:-1])
+        addresses |= operand.data_ptr()
     if sizes * x.itemsize % 16 or addresses % 16:
         return tiles["unaligned"]
     tile = tiles["32" if x.itemsize == 4 else "few" if rows < FEW_ROWS * experts else "16"]
@@ -76,7 +76,7 @@ def tile_of(kernel: str, x: torch.Tensor, rows: int, experts: int, *operands: to
 
 @triton.jit(do_not_specialize=["E", "MAX_TILES"])
 def _tiles_kernel(offs_ptr, tiles_ptr, E, MAX_TILES, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """tiles [2, MAX_TILES]: the expert of each tile of rows (-1: there is no such tile), and its first row.
+    """Writes tiles [2, MAX_TILES]: the expert of each tile of rows (-1: there is no such tile), and its first row.
 
     Program e writes expert e's, behind those of all experts before it; program E the rest.
     """
@@ -103,7 +103,7 @@ def _tiles_kernel(offs_ptr, tiles_ptr, E, MAX_TILES, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(expert or -1, rows [BLOCK_M], R in place of those that are not its own, tile column)."""
+    """Returns the expert or -1, its rows [BLOCK_M] (R in place of those that are not its own), and the tile column."""
     tile, pid_n = program_tile(MAX_TILES * BLOCK_M, N, BLOCK_M, BLOCK_N)
     expert = tl.load(tiles_ptr + tile)
     rows = tl.load(tiles_ptr + MAX_TILES + tile) + tl.arange(0, BLOCK_M)
@@ -112,18 +112,18 @@ def expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def of_expert(w_stack, expert, UNIT: tl.constexpr):
-    """(ptr, stride of rows) of one expert's matrix; all strides are multiples of UNIT (tile.unit_of)."""
+    """Returns (ptr, stride of rows) of one expert's matrix; all strides are multiples of UNIT (tile.unit_of)."""
     w_ptr, stride_we, stride_wn = w_stack
     return w_ptr + expert.to(tl.int64) * multiple(stride_we, UNIT), multiple(stride_wn, UNIT)
 
 
 def stacked(w: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(ptr, stride of matrices, stride of rows)."""
+    """Returns (ptr, stride of matrices, stride of rows)."""
     return w, w.stride(0), w.stride(1)
 
 
 def dense_groups(groups):
-    """Order, inverse and offsets with their elements side by side: hooks on saved tensors may give others."""
+    """Returns groups whose order, inverse and offsets are contiguous: hooks on saved tensors may return others."""
     return tuple(t.contiguous() for t in groups[:3])
 
 

@@ -16,11 +16,11 @@ from triton.runtime.jit import JITFunction
 
 MISSING = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
-_lock = threading.Lock()  # Triton's hook is one for the process
+_lock = threading.Lock()  # Triton's hook is process-wide
 
 
 def fenced(ptx: str) -> str:
-    """The PTX with a fence behind each wait for copies, if it has a wgmma."""
+    """Returns the PTX with a fence behind each wait for copies, if it has a wgmma."""
     if "wgmma.mma_async" not in ptx:
         return ptx
     return re.sub(r"(cp\.async\.wait_group\s+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
@@ -33,13 +33,13 @@ def fence(stages: dict) -> None:
 
 
 def compile_with(name: str, change, source, target=None, options=None, **others):
-    """As triton.compile, with the compilation's stages changed by `change(stages)`.
+    """Calls triton.compile with the compilation's stages changed by `change(stages)`.
 
-    name: tells the result from other compilations of the kernel in Triton's cache, which in 3.6 knows nothing of the hook.
+    name: distinguishes the result in Triton's cache, which in 3.6 does not know of the hook.
     """
 
     def hook(backend=None, stages=None, options=None, language=None, capability=None):
-        if stages is None:  # 3.7 asks for what tells the results apart
+        if stages is None:  # 3.7 asks for a cache key
             return name, name
         change(stages)
 
@@ -51,12 +51,12 @@ def compile_with(name: str, change, source, target=None, options=None, **others)
 
 
 def compile_fenced(source, target=None, options=None, **others):
-    """As triton.compile, with `fenced` PTX."""
+    """Calls triton.compile with `fenced` PTX."""
     return compile_with("ckptkern: fenced", fence, source, target, options, **others)
 
 
 class FencedFunction(JITFunction):
-    """A kernel whose launches compile it fenced: `create_binder` sets `compile` for each device, in vain."""
+    """A kernel whose launches compile it fenced: a `compile` that `create_binder` sets for each device has no effect."""
 
     compile = property(lambda self: compile_fenced, lambda self, value: None)
 

@@ -47,7 +47,7 @@ from .tile import (
 
 @triton.jit
 def preact_tile(acc, b_ptr, offs_n, N, dtype: tl.constexpr):
-    """round(acc + b): the pre-activation tile, in the storage type."""
+    """Returns round(acc + b): the pre-activation tile, in the storage type."""
     if b_ptr is not None:
         acc += upcast(tl.load(b_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
     return cast(acc, dtype)
@@ -55,7 +55,7 @@ def preact_tile(acc, b_ptr, offs_n, N, dtype: tl.constexpr):
 
 @triton.jit
 def hidden_tile(z, dropout, first_row, first_col, ACT: tl.constexpr):
-    """h = dropout(round(act(z))) in z's type."""
+    """Computes h = dropout(round(act(z))) in z's type."""
     h = cast(act(z, ACT), z.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, first_row, first_col, z.shape[0], z.shape[1])
@@ -79,10 +79,10 @@ def _linear_fwd_store(acc, n0, b_ptr, h_rows, z_rows, bits_rows, dropout, pid_m,
 
 @triton.jit
 def hidden_grad_store(z, dh, n0, h_rows, dz_rows, db_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
-    """From z (storage type) and dh (float32): h, dz and the bias partial rows, each written once.
+    """Writes h, dz and the bias partial rows, each once, from z (storage type) and dh (float32).
 
-    With dropout dz is dh times one coefficient an element, so that the mask is wanted in z's layout alone. The compiler
-    would draw it again for dh, which lies as matmuls leave it.
+    With dropout dz is dh times one coefficient an element, so that the mask is needed in z's layout alone. The compiler would
+    compute it again for dh, which lies as matmuls leave it.
     """
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
     h = cast(act(z, ACT), z.dtype)
@@ -207,7 +207,7 @@ def _act_grad_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """dh = dy w (dy [M, K], w [K, N]); dz = dropout'(dh) act'(z); h = dropout(act(z)); h may be written over z."""
+    """Computes dh = dy w (dy [M, K], w [K, N]); dz = dropout'(dh) act'(z); h = dropout(act(z)); h may be written over z."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -236,7 +236,8 @@ def _hidden_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` behind another's matmul."""
+    """Computes dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` after a library's
+    matmul."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -255,7 +256,7 @@ def grid_of(M: int, N: int, tile) -> tuple[int]:
 
 
 def partial_rows(M: int, N: int, tile, like: torch.Tensor) -> torch.Tensor:
-    """Room for bias-gradient partial sums: one float32 row per tile row."""
+    """Allocates partial sums of bias gradients: one float32 row per tile row."""
     return torch.empty((triton.cdiv(M, tile.BLOCK_M), N), dtype=torch.float32, device=like.device)
 
 
@@ -272,7 +273,7 @@ def linear_fwd(
     save_bits=False,
     tile=None,
 ):
-    """h = dropout(act(x w^T + b)) -> LinearForward.
+    """Computes h = dropout(act(x w^T + b)); returns a LinearForward.
 
     x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale, col_base).
     """
@@ -304,8 +305,8 @@ def linear_fwd(
 
 
 def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=None):
-    """dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows ([N] of the dtype that `db` is, True: float32; None unless
-    asked for)."""
+    """Computes dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows [N] (None unless asked for). db: its dtype, True for
+    float32."""
     M, K = x.shape
     N = w.shape[0]
     x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
@@ -346,10 +347,10 @@ def act_grad(
     db=False,
     tile=None,
 ):
-    """One step back through a chain: dz = dropout'(dy w) * act'(z) -> HiddenGradient.
+    """Computes one step back through a chain, dz = dropout'(dy w) * act'(z); returns a HiddenGradient.
 
-    dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes
-    h = dropout(act(z)) into z's own memory, for a z that is workspace.
+    dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes h =
+    dropout(act(z)) into z's own memory, for a z that is workspace.
     """
     (M, K), N = dy.shape, w.shape[1]
     dy, w, z = rows_of(dy), rows_of(w), rows_of(z)
@@ -379,7 +380,7 @@ def act_grad(
 
 
 def hidden_grad(dh, z, activation: str, *, save_h=False, db=False, over=False, h_over_z=False):
-    """dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows ([N], likewise), in one
+    """Computes dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows ([N], likewise), in one
     pass over stored dh and z [M, N]. over: dz is written over dh; h_over_z: h over z."""
     M, N = dh.shape
     dh, z = rows_of(dh), rows_of(z)

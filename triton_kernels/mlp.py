@@ -59,7 +59,7 @@ def _mlp_bwd_store(acc_z, acc_dh, n0, b_ptr, h_rows, dz_rows, db_ptr, dropout, p
 
 @triton.jit
 def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
-    """h = dropout(round(act(g) u)) in g's type."""
+    """Computes h = dropout(round(act(g) u)) in g's type."""
     h = cast(act(g, ACT) * upcast(u), g.dtype)
     if dropout[0] is not None:
         keep = dropout_mask(dropout, first_row, first_col, g.shape[0], g.shape[1])
@@ -80,7 +80,7 @@ def _gated_fwd_store(acc_g, acc_u, n0, bg_ptr, bu_ptr, h_rows, g_rows, u_rows, d
 
 @triton.jit
 def gated_grad_store(g, u, dh, n0, h_rows, dg_rows, du_rows, dbg_ptr, dbu_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
-    """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once; the mask is drawn
+    """Writes h, dg, du and the bias partial rows, each once, from g, u (storage type) and dh (float32); the mask is computed
     once, as in `hidden_grad_store`."""
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
     a = act(g, ACT)
@@ -105,7 +105,7 @@ def gated_grad_store(g, u, dh, n0, h_rows, dg_rows, du_rows, dbg_ptr, dbu_ptr, d
 
 @triton.jit
 def _gated_bwd_store(acc_g, acc_u, acc_dh, n0, bg_ptr, bu_ptr, results, dropout, pid_m, M, N, ACT: tl.constexpr):
-    """results: what `gated_grad_store` writes, from h_rows to dbu_ptr."""
+    """Rounds g and u and calls `gated_grad_store`. results: what that writes, from h_rows to dbu_ptr."""
     offs_n = n0 + tl.arange(0, acc_g.shape[1])
     dtype: tl.constexpr = results[1][0].dtype.element_ty
     g = preact_tile(acc_g, bg_ptr, offs_n, N, dtype)
@@ -150,7 +150,7 @@ def _mlp_bwd_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """x [M, K], w1 [N, K], dy [M, D], w2 [D, N] -> h, dz [M, N], db partial rows."""
+    """Computes h, dz [M, N] and db partial rows from x [M, K], w1 [N, K], dy [M, D], w2 [D, N]."""
     N, K, D = multiple(N, UNIT), multiple(K, UNIT), multiple(D, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -237,7 +237,8 @@ def _gated_bwd_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> h, dg, du [M, N]. dh comes last: its tile is the shortest-lived."""
+    """Computes h, dg, du [M, N] from x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]. dh comes last: its tile is the
+    shortest-lived."""
     N, K, D = multiple(N, UNIT), multiple(K, UNIT), multiple(D, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -278,7 +279,7 @@ def _gated_act_grad_kernel(
     SUB: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """dh = dy wd (dy [M, K], wd [K, N]), then as in _gated_bwd_kernel from stored g and u."""
+    """Computes dh = dy wd (dy [M, K], wd [K, N]), then what _gated_bwd_kernel does, from stored g and u."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -306,7 +307,7 @@ def _gated_hidden_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As `_gated_act_grad_kernel`, from stored dh."""
+    """Computes what `_gated_act_grad_kernel` does, from stored dh."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -333,7 +334,7 @@ def mlp_bwd(
     db=False,
     tile=None,
 ):
-    """The dual matmul. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N] -> HiddenGradient."""
+    """Runs the dual matmul; returns a HiddenGradient. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N]."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
@@ -379,7 +380,7 @@ def gated_fwd(
     save_gu=False,
     tile=None,
 ):
-    """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> GatedForward."""
+    """Computes h = dropout(act(x wg^T + bg) (x wu^T + bu)); returns a GatedForward."""
     M, K = x.shape
     N = wg.shape[0]
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
@@ -427,7 +428,7 @@ def gated_bwd(
     dbu=False,
     tile=None,
 ):
-    """The triple matmul. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> GatedGradient."""
+    """Runs the triple matmul; returns a GatedGradient. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N]."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
     x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
@@ -476,7 +477,7 @@ def gated_act_grad(
     dbu=False,
     tile=None,
 ):
-    """The same outputs as `gated_bwd` from stored g and u [M, N]: one matmul, dh = dy wd."""
+    """Computes the outputs of `gated_bwd` from stored g and u [M, N]: one matmul, dh = dy wd."""
     (M, K), N = dy.shape, wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
     tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u)
@@ -506,11 +507,11 @@ def gated_act_grad(
 
 
 def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):
-    """The outputs of `gated_act_grad` in one pass over stored dh, g and u [M, N]. over: h is written over dh; over_gu: dg over
-    g and du over u."""
+    """Computes the outputs of `gated_act_grad` in one pass over stored dh, g and u [M, N]. over: h is written over dh; over_gu:
+    dg over g and du over u."""
     M, N = dh.shape
     dh, g, u = rows_of(dh), rows_of(g), rows_of(u)
-    dg, du = (one if over_gu else torch.empty((M, N), dtype=dh.dtype, device=dh.device) for one in (g, u))
+    dg, du = (tensor if over_gu else torch.empty((M, N), dtype=dh.dtype, device=dh.device) for tensor in (g, u))
     h = (dh if over else torch.empty_like(dg)) if save_h else None
     blocks = blocks_of(dh)
     partial_g = block_sums(M, N, blocks, dh) if dbg else None

@@ -37,7 +37,7 @@ from .tile import (
 
 
 class RowTile(NamedTuple):
-    """BLOCK_M whole rows, padded to BLOCK_D columns. HELD: backward sums dweight and dbias in registers."""
+    """A tile of BLOCK_M whole rows, padded to BLOCK_D columns. HELD: backward sums dweight and dbias in registers."""
 
     BLOCK_M: int
     BLOCK_D: int
@@ -51,12 +51,12 @@ class RowTile(NamedTuple):
             "BLOCK_M": self.BLOCK_M,
             "BLOCK_D": self.BLOCK_D,
             "num_warps": self.num_warps,
-            "enable_fp_fusion": False,  # as for every tile: the recomputed h has the bits of the first
+            "enable_fp_fusion": False,  # as for every tile: the recomputed h has the bits of forward's
         }
 
 
 def row_tile(x: torch.Tensor) -> RowTile:
-    """The tile for rows of x: 16 elements a thread (32 in the longest rows), 8 where short rows are float32."""
+    """Returns the tile for rows of x: 16 elements a thread (32 in the longest rows), 8 where short rows are float32."""
     BLOCK_D = max(16, triton.next_power_of_2(x.shape[1]))
     return RowTile(
         BLOCK_M=max(1, (2048 if x.itemsize == 4 else 4096) // BLOCK_D),
@@ -68,16 +68,16 @@ def row_tile(x: torch.Tensor) -> RowTile:
 
 
 def programs(arch: int, num_warps: int) -> int:
-    """Programs of a backward launch, each with a row of partial weight gradients: 16 warps an SM.
+    """Returns the number of programs of a backward launch, each with a row of partial weight gradients: 16 warps an SM.
 
-    By architecture and not by device, so that sums are the same on every GPU of a kind.
+    It depends on the architecture and not on the device, so that sums are the same on every GPU of a kind.
     """
     return 3 if arch == INTERPRETER else SMS[family_of(arch)] * 16 // num_warps
 
 
 @triton.jit
 def normalized_tile(x, mask_m, mask, eps, D, KIND: tl.constexpr):
-    """h [M, D] and r [M] of float32 rows x whose padding is zero. Padded rows give zeros, for eps = 0 too."""
+    """Computes h [M, D] and r [M] of float32 rows x whose padding is zero. Padded rows give zeros, for eps = 0 too."""
     tl.static_assert(KIND == "layer" or KIND == "rms", "unknown kind of norm")
     if KIND == "layer":
         x = tl.where(mask, x - (tl.sum(x, axis=1) / D)[:, None], 0.0)
@@ -87,7 +87,7 @@ def normalized_tile(x, mask_m, mask, eps, D, KIND: tl.constexpr):
 
 @triton.jit
 def normalized_grad_tile(h, r, g, D, KIND: tl.constexpr):
-    """dx [M, D] from g, the gradient of h. g is zero in the padding."""
+    """Computes dx [M, D] from g, the gradient of h. g is zero in the padding."""
     dx = g - h * (tl.sum(g * h, axis=1) / D)[:, None]
     if KIND == "layer":
         dx -= (tl.sum(g, axis=1) / D)[:, None]
@@ -127,7 +127,7 @@ def _norm_fwd_kernel(
 def add_rows(ptrs, mask_d, value):
     """Adds the column sums of `value` to a row that this program alone reads and writes."""
     total = tl.load(ptrs, mask=mask_d, other=0.0) + tl.sum(value, axis=0)
-    tl.debug_barrier()  # the store may deal columns to threads in another way than the load
+    tl.debug_barrier()  # the store may map columns to threads differently than the load
     tl.store(ptrs, total, mask=mask_d)
     tl.debug_barrier()
 
@@ -152,7 +152,7 @@ def _norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Each program walks `tiles` tiles of rows, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
+    """Walks `tiles` tiles of rows in each program, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
     D = multiple(D, UNIT)
     pid = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
@@ -179,7 +179,7 @@ def _norm_bwd_kernel(
             dx += upcast(load_tile(residual_rows, offs_m, offs_d, mask))
         store_tile(dx_rows, offs_m, offs_d, mask, cast(dx, dx_rows[0].dtype.element_ty))
         if not HELD:
-            dxn = upcast(load_tile(dxn_rows, offs_m, offs_d, mask))  # again: saved until here it would spill
+            dxn = upcast(load_tile(dxn_rows, offs_m, offs_d, mask))  # loaded again: held until here it would spill
             if dweight_ptr is not None:
                 add_rows(dweight_ptr + partial, mask_d, dxn * h)
             if dbias_ptr is not None:
@@ -192,10 +192,10 @@ def _norm_bwd_kernel(
 
 
 def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype):
-    """xn [M, D] in out_dtype, of x [M, D] and weight, bias [D] or None in any dtypes. kind: "layer" or "rms"."""
+    """Computes xn [M, D] in out_dtype, from x [M, D] and weight, bias [D] or None in any dtypes. kind: "layer" or "rms"."""
     M, D = x.shape
     x = rows_of(x)
-    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     xn = torch.empty((M, D), dtype=out_dtype, device=x.device)
     tile = row_tile(x)
     if M and D:
@@ -226,11 +226,10 @@ def norm_bwd(
     need_dweight: bool | torch.dtype = False,
     need_dbias: bool | torch.dtype = False,
 ):
-    """dx [M, D] in x's dtype, dweight and dbias [D] (None unless needed), from dxn and x [M, D].
+    """Computes dx [M, D] in x's dtype, dweight and dbias [D] (None unless needed), from dxn and x [M, D].
 
-    need_dweight, need_dbias: the gradient's dtype, or True for float32.
-
-    residual [M, D]: a gradient that flows around the norm, added before dx is rounded.
+    need_dweight, need_dbias: the gradient's dtype, or True for float32. residual: [M, D], a gradient that flows around the
+    norm, added before dx is rounded.
     """
     M, D = x.shape
     dxn, x, residual = rows_of(dxn), rows_of(x), rows_of(residual)

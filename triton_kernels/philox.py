@@ -3,11 +3,11 @@
 state int64[2]; key = low, high word of state[0]. For element (row, col) of a logical tensor with `rows` rows a plane:
     c0 = 8 (col >> 5) + (col & 7)        c1 = 8 (plane ceil(rows/16) + (row >> 4)) + (row & 7)
     c2, c3 = low, high word of state[1]  word = (col >> 3) & 3, half = (row >> 3) & 1 (0 = low 16 bits)
-An element is saved iff its 16-bit value >= threshold = round(65536 p), and scaled by 65536/(65536 - threshold).
+keep = 16-bit value >= threshold = round(65536 p); what passes is scaled by 65536/(65536 - threshold).
 
-Written elementwise, a thread that holds eight neighbouring columns (the layout of a coalesced store, which the compiler
-chooses for a matmul's epilogue) makes a call an element: 62 instructions each in a matmul's epilogue on sm_90. So
-tiles are built counter by counter. Indices are those of the whole tensor: tile sizes, chunks and shards do not change the mask.
+Written elementwise, a thread that holds eight neighbouring columns (the layout of a coalesced store, which the compiler chooses
+for a matmul's epilogue) makes a call an element: 62 instructions each in a matmul's epilogue on sm_90. So tiles are built
+counter by counter. Indices are those of the whole tensor: tile sizes, chunks and shards do not change the mask.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
 """
 
@@ -20,14 +20,14 @@ from .tile import INTERPRET
 
 
 def checked_columns(col_base: int) -> int:
-    """col_base, if tiles can start there: a Philox counter covers columns of one block of 32."""
+    """Returns col_base; raises ValueError if tiles cannot start there: a Philox counter covers columns of one block of 32."""
     if col_base % 32:
         raise ValueError(f"col_base must be a multiple of 32, not {col_base}: a Philox counter covers 32 columns")
     return col_base
 
 
 def placed(dropout: tuple, row_base: int) -> tuple:
-    """(state, threshold, scale, col_base, row_base) of a launch, if `keep_tile` can start there."""
+    """Returns a launch's (state, threshold, scale, col_base, row_base); raises ValueError if `keep_tile` cannot start there."""
     if row_base % 16:
         raise ValueError(f"row_base must be a multiple of 16, not {row_base}: a Philox counter covers 16 rows")
     checked_columns(dropout[3])
@@ -35,11 +35,11 @@ def placed(dropout: tuple, row_base: int) -> tuple:
 
 
 @triton.jit
-def _round_matmuls(c0, c2):
-    """(high, low word of 0xD2511F53 c0, high, low word of 0xCD9E8D57 c2).
+def _wide_multiply(c0, c2):
+    """Returns the high and low word of 0xD2511F53 c0, and of 0xCD9E8D57 c2.
 
-    mul.wide.u32 takes one instruction for both words. tl.philox's umulhi and matmul take two, and of a matmul in 64 bits
-    LLVM makes either: 15 and 18 instructions an element in attention's forward, 11 this way.
+    mul.wide.u32 takes one instruction for both words. tl.philox's umulhi and multiplication take two, and LLVM makes either of
+    a multiplication in 64 bits: 15 and 18 instructions an element in attention's forward, 11 this way.
     """
     if INTERPRET:
         a = c0.to(tl.uint64) * 0xD2511F53
@@ -64,9 +64,10 @@ def _round_matmuls(c0, c2):
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10: the four words of each counter under the key (k0, k1), all uint32; the counter's are of one shape."""
+    """Computes Philox4x32-10: the four words of each counter under the key (k0, k1), all uint32; the counter's are of one
+    shape."""
     for _ in tl.static_range(10):
-        high0, low0, high2, low2 = _round_matmuls(c0, c2)
+        high0, low0, high2, low2 = _wide_multiply(c0, c2)
         c0 = high2 ^ c1 ^ k0
         c1 = low2
         c2 = high0 ^ c3 ^ k1
@@ -78,13 +79,13 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _words_of(x):
-    """(low, high word) of an int64."""
+    """Returns the low and high word of an int64."""
     return (x & 0xFFFFFFFF).to(tl.uint32), ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def philox_words(state_ptr, c0, c1):
-    """The four words of each counter (c0, c1, state[1]) under the key state[0]; c0 and c1 are uint32 of one shape."""
+    """Computes the four words of each counter (c0, c1, state[1]) under the key state[0]; c0 and c1 are uint32 of one shape."""
     k0, k1 = _words_of(tl.load(state_ptr))
     c2, c3 = _words_of(tl.load(state_ptr + 1))
     return philox(c0, c1, c2 + (c0 & 0), c3 + (c0 & 0), k0, k1)
@@ -92,7 +93,7 @@ def philox_words(state_ptr, c0, c1):
 
 @triton.jit
 def keep_tile(state_ptr, threshold, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """bool [ROWS, COLS] from row first_row (a multiple of 16) and column first_col (of 32) of the whole tensor.
+    """Computes a mask bool [ROWS, COLS] from row first_row (a multiple of 16) and column first_col (of 32) of the whole tensor.
 
     One Philox call for eight elements: the words of [ROWS/2, COLS/4] counters are joined and permuted into place.
     """
@@ -109,21 +110,21 @@ def keep_tile(state_ptr, threshold, first_row, first_col, ROWS: tl.constexpr, CO
 
 @triton.jit
 def dropout_mask(dropout, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`keep_tile` of a tile that starts at (first_row, first_col) of a part, whose first element is (row_base, col_base) of the
-    whole tensor. dropout: (state_ptr, threshold, scale, col_base, row_base)."""
+    """Computes `keep_tile` of a tile that starts at (first_row, first_col) of a part, whose first element is (row_base,
+    col_base) of the whole tensor. dropout: (state_ptr, threshold, scale, col_base, row_base)."""
     state_ptr, threshold, _, col_base, row_base = dropout
     return keep_tile(state_ptr, threshold, row_base + first_row, col_base + first_col, ROWS, COLS)
 
 
 @triton.jit
 def apply_dropout(x, dropout, keep):
-    """keep * scale * x, float32. What is dropped is 0, infinite or NaN as it may be."""
+    """Returns keep * scale * x, float32. Dropped elements are 0, even where x is infinite or NaN."""
     return tl.where(keep, x * dropout[2], 0.0)
 
 
 @triton.jit
 def times(x, coefficient):
-    """x * coefficient, 0 wherever the coefficient is, infinite or NaN as x may be."""
+    """Returns x * coefficient; 0 where the coefficient is 0, even where x is infinite or NaN."""
     return tl.where(coefficient == 0.0, 0.0, x * coefficient)
 
 
@@ -131,13 +132,13 @@ def times(x, coefficient):
 def score_values(
     state_ptr, first_block, first_row, first_col, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """int32 [ROWS, COLS] (or its transpose) from row first_row (a multiple of 16) and column first_col (of 32): the elements'
-    16-bit values.
+    """Computes 16-bit values, int32 [ROWS, COLS] (or its transpose), from row first_row (a multiple of 16) and column first_col
+    (of 32).
 
-    Written elementwise: in the layout of a matmul's result the eight elements of a call lie in one thread (four of
-    them in a transposed tile), and the compiler merges the equal calls, because all that varies inside the tile is built
-    from lane numbers and constants. In a layout of eight neighbouring columns a thread it cannot; there `keep_tile` is
-    the one to take. first_block = plane * ceil(rows per plane / 16).
+    Written elementwise: in the layout of a matmul's result the eight elements of a call lie in one thread (four of them in a
+    transposed tile), and the compiler merges the equal calls, because all that varies inside the tile is built from lane
+    numbers and constants. In a layout of eight neighbouring columns a thread it cannot: use `keep_tile` there. first_block =
+    plane * ceil(rows per plane / 16).
     """
     row = tl.arange(0, ROWS).to(tl.uint32)
     col = tl.arange(0, COLS).to(tl.uint32)

@@ -9,7 +9,7 @@
     heads_bwd   dy, x -> dx, dweight, dbias: dz_a = dy_a cos_a + dy_b sin_b, dz_b = dy_b cos_b - dy_a sin_a, then the norm's
                 backward
 
-In float32 with one rounding at the end. A program turns up to HEADS heads of BLOCK_S tokens and reads their cos and sin
+All in float32 with one rounding at the end. A program rotates up to HEADS heads of BLOCK_S tokens and reads their cos and sin
 once. It reads a row before it writes it, so results may replace inputs. Heads of at most 256 elements do not spill.
 """
 
@@ -25,11 +25,11 @@ from .elementwise import row_sums
 from .norm import programs
 from .tile import arch_of, cast, launch, rows_of, upcast
 
-HEADS, WARPS = 8, 4  # of a program
+HEADS, WARPS = 8, 4  # per program
 
 
 class HeadTile(NamedTuple):
-    """BLOCK_S tokens of one head at a time: BLOCK_HALF for each half of what turns, BLOCK_REST for what does not."""
+    """A tile of BLOCK_S tokens of one head at a time: BLOCK_HALF for each half that is rotated, BLOCK_REST for the rest."""
 
     BLOCK_S: int
     BLOCK_HALF: int
@@ -40,9 +40,9 @@ class HeadTile(NamedTuple):
 
 
 def head_tile(D: int, R: int) -> HeadTile:
-    """Eight elements of each half for each of 128 threads (16-byte loads), and at most 2048 elements in all.
+    """Returns the tile: eight elements of each half for each of 128 threads (16-byte loads), and at most 2048 elements in all.
 
-    Where only a part of a row turns its halves are read 8 bytes at a time or less: twice the tokens take 254 registers.
+    Where only a part of a row is rotated its halves are read 8 bytes at a time or less: twice the tokens take 254 registers.
     """
     half = triton.next_power_of_2(R // 2) if R else 0
     rest = triton.next_power_of_2(D - R) if D > R else 0
@@ -61,7 +61,8 @@ def load_parts(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """(a, b, rest) of the rows that begin `rows` elements after ptr, float32; zeros [M, 1] for a part that is empty."""
+    """Loads parts a, b and rest of the rows that begin `rows` elements after ptr, float32; zeros [M, 1] for a part that is
+    empty."""
     a = tl.zeros((rows.shape[0], 1), dtype=tl.float32)
     b = a
     rest = a
@@ -137,14 +138,14 @@ def store_sums(
 
 @triton.jit
 def centered_part(part, mask_rows, mean, size):
-    """part - mean in the first `size` columns, zero in the padding."""
+    """Returns part - mean in the first `size` columns, zero in the padding."""
     mask = mask_rows[:, None] & (tl.arange(0, part.shape[1]) < size)[None, :]
     return tl.where(mask, part - mean, 0.0)
 
 
 @triton.jit
 def normalized_parts(a, b, rest, mask_rows, eps, D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr):
-    """(h_a, h_b, h_rest, r) of rows whose padding is zero. Padded rows give zeros, for eps = 0 too."""
+    """Computes h_a, h_b, h_rest and r of rows whose padding is zero. Padded rows give zeros, for eps = 0 too."""
     tl.static_assert(KIND == "layer" or KIND == "rms", "unknown kind of norm")
     if KIND == "layer":
         mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(rest, axis=1)) / D)[:, None]
@@ -158,7 +159,7 @@ def normalized_parts(a, b, rest, mask_rows, eps, D: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def token_rows(t, S, stride_b, stride_s):
-    """Element offset of token t = batch * S + s."""
+    """Returns the element offset of token t = batch * S + s."""
     return (t // S).to(tl.int64) * stride_b + (t % S).to(tl.int64) * stride_s
 
 
@@ -266,8 +267,8 @@ def _heads_bwd_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Each program walks `tiles` tiles of tokens, and writes one row of dweight_ptr and dbias_ptr [programs, D]; with OWN_ROWS,
-    where it has one tile, a row for each of its heads, of [programs along tokens, H, D]."""
+    """Walks `tiles` tiles of tokens in each program, and writes one row of dweight_ptr and dbias_ptr [programs, D]; with
+    OWN_ROWS, where it has one tile, a row for each of its heads, of [programs along tokens, H, D]."""
     dweight_a = tl.zeros((BLOCK_S, BLOCK_HALF if R > 0 else 1), dtype=tl.float32)
     dweight_rest = tl.zeros((BLOCK_S, BLOCK_REST if R < D else 1), dtype=tl.float32)
     dweight_b, dbias_a, dbias_b, dbias_rest = dweight_a, dweight_a, dweight_a, dweight_rest
@@ -342,10 +343,10 @@ def _heads_bwd_kernel(
 
 
 def _angles(cos, sin, B: int, S: int):
-    """cos and sin as [B, S, R] with inner stride 1, their strides, and R."""
+    """Returns cos and sin as [B, S, R] with inner stride 1, their strides, and R."""
     if cos is None:
         return None, None, (0, 0, 0, 0), 0
-    cos, sin = (rows_of(one).expand(B, S, -1) for one in (cos, sin))
+    cos, sin = (rows_of(table).expand(B, S, -1) for table in (cos, sin))
     return cos, sin, (*cos.stride()[:2], *sin.stride()[:2]), cos.shape[-1]
 
 
@@ -364,14 +365,15 @@ def has_own_rows(weight) -> bool:
 
 
 def heads_fwd(x, weight, eps: float, cos, sin, interleaved: bool = False, *, bias=None, kind: str = "rms", out=None):
-    """y [B, S, H, D] of x [B, S, H, D], weight [D] or [H, D] or None (no norm), cos and sin [S, R] or [B, S, R], or None.
+    """Computes y [B, S, H, D] from x [B, S, H, D], weight [D] or [H, D] or None (no norm), cos and sin [S, R] or [B, S, R], or
+    None.
 
     bias: as weight. kind: "rms" or "layer".
     out: where to write y, in out's dtype; may be x itself, may share no other memory with it.
     """
     B, S, H, D = x.shape
     y, x = _result(out, x.shape, x.dtype, x.device), rows_of(x)
-    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     cos, sin, angle_strides, R = _angles(cos, sin, B, S)
     if x.numel():
         tile = head_tile(D, R)
@@ -415,7 +417,7 @@ def heads_bwd(
     need_dweight: bool | torch.dtype = False,
     need_dbias: bool | torch.dtype = False,
 ):
-    """dx [B, S, H, D] in dy's dtype; dweight and dbias as weight (None unless needed). Without weight x is not read.
+    """Computes dx [B, S, H, D] in dy's dtype; dweight and dbias as weight (None unless needed). Without weight x is not read.
 
     need_dweight, need_dbias: the gradient's dtype, or True for float32.
     out: where to write dx, in out's dtype; may be dy or x itself, may share no other memory with them.
@@ -427,7 +429,7 @@ def heads_bwd(
     tile = head_tile(D, R) if D else None
     tiles = triton.cdiv(B * S, tile.BLOCK_S) if D else 0
     along_heads, per_program = triton.cdiv(H, HEADS), 1
-    if (need_dweight or need_dbias) and not has_own_rows(weight):  # else what is summed has more columns, or nothing is
+    if (need_dweight or need_dbias) and not has_own_rows(weight):  # else more columns are summed, or none
         per_program = max(triton.cdiv(tiles * along_heads, programs(arch_of(dy), WARPS)), 1)
     grid = triton.cdiv(tiles, per_program), along_heads
     shape = (grid[0], H, D) if has_own_rows(weight) else (grid[0] * grid[1], D)

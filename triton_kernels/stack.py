@@ -39,7 +39,7 @@ MAX_WIDTH = 64
 
 
 class Tiles(NamedTuple):
-    """(BLOCK_M, num_warps) of the forward, of relu's backward, and of the others', which holds z and act' as well."""
+    """Tiles (BLOCK_M, num_warps) of forward, of relu's backward, and of the other backwards, which hold z and act' too."""
 
     fwd: tuple[int, int]
     bwd_relu: tuple[int, int]
@@ -64,12 +64,12 @@ TILES: dict[tuple[int, int], dict[str, Tiles]] = {
     },
     **{(INTERPRETER, width): dict.fromkeys(("16", "tf32", "ieee"), Tiles(*[(32, 4)] * 3)) for width in (32, 64)},
 }  # fmt: skip
-PROGRAMS = {**SMS}  # one an SM
+PROGRAMS = {**SMS}  # one per SM
 
 
 @triton.jit
 def layer_tile(h, w_ptr, b_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """z_l = round(h w_l^T + b_l) for a tile h [BLOCK_M, WIDTH] in the storage type."""
+    """Computes z_l = round(h w_l^T + b_l) for a tile h [BLOCK_M, WIDTH] in the storage type."""
     offs_n = tl.arange(0, WIDTH)
     w = tl.load(w_ptr + layer * WIDTH * WIDTH + offs_n[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None])
     acc = dot(h, w, tl.zeros((h.shape[0], WIDTH), dtype=tl.float32), PRECISION)
@@ -115,7 +115,7 @@ def _stack_fwd_kernel(
 
 @triton.jit
 def _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """dw_l += dz^T h and db_l += sum dz in this program's own float32 slots."""
+    """Adds dz^T h to dw_l and sum dz to db_l in this program's own float32 slots."""
     offs_n = tl.arange(0, WIDTH)
     dw_ptrs = dw_ptr + layer * WIDTH * WIDTH + offs_n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(dw_ptrs, dot(tl.trans(dz), h, tl.load(dw_ptrs), PRECISION))
@@ -126,7 +126,7 @@ def _add_to_slot(dw_ptr, db_ptr, layer, dz, h, WIDTH: tl.constexpr, PRECISION: t
 
 @triton.jit
 def _times_weight(dz, w_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """dh_l = dz_l w_l, float32."""
+    """Computes dh_l = dz_l w_l, float32."""
     offs = tl.arange(0, WIDTH)
     w = tl.load(w_ptr + layer * WIDTH * WIDTH + offs[:, None] * WIDTH + offs[None, :])
     return dot(dz, w, tl.zeros((dz.shape[0], WIDTH), dtype=tl.float32), PRECISION)
@@ -153,8 +153,8 @@ def _stack_bwd_kernel(
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """bits are given for relu alone: then scratch holds h_1 .. h_{L-1}, and the last layer is not run again.
-    Otherwise it holds z_0 .. z_{L-1}, and h is act(z) once more."""
+    """Computes the chain's backward. With bits, for relu alone, scratch holds h_1 .. h_{L-1}, and the last layer is not run
+    again. Otherwise it holds z_0 .. z_{L-1}, and h is recomputed as act(z)."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     bits_ptr = bits_rows[0]
     pid = tl.program_id(0).to(tl.int64)
@@ -213,7 +213,7 @@ def _tiles(x: torch.Tensor, width: int, precision: str) -> Tiles:
 
 
 def stack_width(x: torch.Tensor, widths: list[int]) -> int | None:
-    """The WIDTH that a chain of these feature counts is padded to, or None where it is not narrow enough."""
+    """Returns the WIDTH that a chain of these feature counts is padded to, or None where it is not narrow enough."""
     widest = max(widths)
     if widest > MAX_WIDTH:
         return None
@@ -221,7 +221,7 @@ def stack_width(x: torch.Tensor, widths: list[int]) -> int | None:
 
 
 def pack_stack(weights, biases, width: int, dtype: torch.dtype):
-    """Weights [n_l, k_l] and biases [n_l] or None -> zero-padded [L, width, width] and [L, width] (or None) in `dtype`."""
+    """Packs weights [n_l, k_l] and biases [n_l] into zero-padded [L, width, width] and [L, width] (or None) in `dtype`."""
     packed = weights[0].new_zeros((len(weights), width, width), dtype=dtype)
     torch._foreach_copy_([packed[i, : w.shape[0], : w.shape[1]] for i, w in enumerate(weights)], list(weights))
     if not biases:
@@ -234,7 +234,7 @@ def pack_stack(weights, biases, width: int, dtype: torch.dtype):
 def stack_fwd(
     x, packed_w, packed_b, out_features: int, activation: str, precision: str, *, save_bits=False, block_m=None
 ):
-    """x [M, K] through the packed layers -> (y [M, out_features], relu's bits of the last layer or None)."""
+    """Runs x [M, K] through the packed layers; returns y [M, out_features], and relu's bits of the last layer or None."""
     M, K = x.shape
     L, width, _ = packed_w.shape
     x = rows_of(x)
@@ -270,7 +270,7 @@ def stack_fwd(
 def stack_bwd(
     x, packed_w, packed_b, dy, bits, activation: str, precision: str, *, dx=True, block_m=None, programs=None
 ):
-    """(dx [M, K] or None, dw float32 [L, width, width], db float32 [L, width] or None). bits: relu's, from stack_fwd."""
+    """Computes dx [M, K] or None, and float32 dw [L, width, width], db [L, width] or None. bits: relu's, from stack_fwd."""
     M, K = x.shape
     N = dy.shape[1]
     L, width, _ = packed_w.shape

@@ -1,11 +1,11 @@
-"""What every kernel stands on: the tile choice, the matrix-matmul tile, and `dot`/`cast` that are right everywhere.
+"""Tile choice, the tile of a matmul, and `dot` and `cast`, which are also right in the interpreter: shared by all kernels.
 
-A matmul tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits
-do not depend on BLOCK_M, BLOCK_N or the number of warps: forward and recompute may use different tiles.
+A matmul tile accumulates in float32 over ascending K in steps of BLOCK_K, without split-K, so that an element's bits do not
+depend on BLOCK_M, BLOCK_N or the number of warps: forward and recompute may use different tiles.
 
-Kernels take a matrix as `x_rows` = (ptr, stride of rows), whose ptr is None where there is none. The tuples are plain ones:
-named ones make a launch slower on the host. What may not be specialised stays outside of them, because Triton specialises
-their members whatever `do_not_specialize` says. A local that may be None stays outside, too: no tuple literal can hold it.
+Kernels take a matrix as `x_rows` = (ptr, stride of rows), whose ptr is None where there is none. The tuples are not named
+tuples, which make a launch slower on the host. Arguments that must not be specialised stay outside of them, because Triton
+specialises their members whatever `do_not_specialize` says. So does a local that may be None: no tuple literal can hold it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Tile(NamedTuple):
     UNIT: int = 1
 
     def launch_options(self, **inner: int) -> dict:
-        """Returns what a launch takes of the tile. inner: lengths of the sums in matmuls; EVEN_ and the name says of each
-        whether BLOCK_K divides it."""
-        # a fused multiply-add in one caller and not in another would differ in the last bit
+        """Returns a launch's options. inner: lengths of the sums in matmuls; EVEN_ and the name says of each whether BLOCK_K
+        divides it."""
+        # a multiply-add that only one caller fuses would differ in the last bit
         options = {**self._asdict(), "enable_fp_fusion": False}
         options |= {f"EVEN_{name}": size % self.BLOCK_K == 0 for name, size in inner.items()}
         return {name: value for name, value in options.items() if value is not None}
@@ -51,8 +51,8 @@ class Tile(NamedTuple):
 INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have tail tiles
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
-# whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). Every entry passes the code-generation check: python -m tests.codegen
+# whose length is not a multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must
+# be smaller). Every entry passes the code-generation check: python -m tests.codegen
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
@@ -111,22 +111,23 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 3, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-SMS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
+SMS = {90: 132, 80: 108, INTERPRETER: 3}  # H100 and H200, A100, and a number for tests
 # One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
 
 
 def family_of(arch: int) -> int:
-    """The family of tiles for an architecture: those of sm_90, of sm_80 for all other GPUs, or of the interpreter."""
+    """Returns the family of tiles for an architecture: 90, 80 for all other GPUs, or INTERPRETER."""
     if arch == INTERPRETER:
         return INTERPRETER
     return 90 if 90 <= arch < 100 else 80
 
 
 def unit_of(*sizes: int) -> int:
-    """8 or 4, if that is the largest power of two that divides all sizes, else 1: what a kernel tells the compiler of them.
+    """Returns 8 or 4, if that is the largest power of two that divides all sizes, else 1; kernels tell the compiler of it.
 
-    By itself it sees multiples of 16 alone, and of what may end elsewhere it loads no 16 bytes at once (`multiple`).
+    The compiler itself sees only multiples of 16, and does not load 16 bytes at once of rows that may end elsewhere
+    (`multiple`).
     """
     together = 0
     for size in sizes:
@@ -135,12 +136,12 @@ def unit_of(*sizes: int) -> int:
 
 
 def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
-    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
-    operands' dtype, shapes and alignment.
+    """Returns the tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of
+    the operands' dtype, shapes and alignment.
 
-    `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
-    that is no multiple of 16 bytes makes the launch unaligned: no asynchronous copy fits its rows. Few are results whose tiles
-    would leave half of the SMs idle, or fill half of their columns.
+    operands: all matrices that the kernel reads or writes row by row. An address, a row length or a stride that is not a
+    multiple of 16 bytes makes the launch unaligned: no asynchronous copy fits its rows. "few" is for results whose tiles would
+    leave half of the SMs idle, or fill half of their columns.
     """
     family, itemsize = family_of(arch), operands[0].dtype.itemsize
     sizes = addresses = 0  # a power of two that divides them all divides this
@@ -169,19 +170,20 @@ def device_arch(index: int) -> int:
 
 
 def arch_of(x: torch.Tensor) -> int:
-    """Architecture that runs tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
+    """Returns the architecture that runs tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
-    """`x` itself when its rows are contiguous, else a contiguous copy; None stays None. Kernels want an inner stride of 1."""
+    """Returns `x` itself when its rows are contiguous, else a contiguous copy; None stays None. Kernels need an inner stride of
+    1."""
     return x if x is None or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
 def matrix(x: torch.Tensor | None) -> tuple:
-    """(ptr, stride of rows), as kernels take a matrix of inner stride 1; its ptr is None where there is none.
+    """Returns (ptr, stride of rows), as kernels take a matrix of inner stride 1; the ptr of None is None.
 
-    (ptr, stride, 1) where rows are a multiple of 16 bytes apart and none of 16 elements: `stride_of` tells the compiler.
+    Rows that are a multiple of 16 bytes apart, but not of 16 elements, give (ptr, stride, 1): `stride_of` tells the compiler.
     """
     if x is None:
         return None, 0
@@ -190,7 +192,7 @@ def matrix(x: torch.Tensor | None) -> tuple:
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
-    """Launch on the device of the first argument: a tensor, or a tuple that begins with one.
+    """Launches on the device of the first argument: a tensor, or a tuple that begins with one.
 
     Triton itself launches on the current device (triton#2441). `run` is what kernel[grid] calls with all arguments packed and
     unpacked once more, a fifteenth of the host's time.
@@ -207,7 +209,7 @@ def launch(kernel, grid, *args, **kwargs) -> None:
 
 @triton.jit
 def upcast(x):
-    """x as float32. The interpreter's own bf16 conversion is wrong for subnormals, so there it shifts the bits."""
+    """Returns x as float32. The interpreter's own bf16 conversion is wrong for subnormals, so there it shifts the bits."""
     if INTERPRET and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -216,7 +218,7 @@ def upcast(x):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """float32 -> storage type, to nearest even. The interpreter's own fp32 -> bf16 truncates, so there it rounds bits."""
+    """Rounds float32 to a storage type, to nearest even. The interpreter's fp32 -> bf16 truncates, so there it rounds bits."""
     if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
@@ -227,7 +229,7 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32. The interpreter multiplies raw bf16 bit patterns, so there both operands are upcast."""
+    """Returns acc + a @ b in float32. The interpreter multiplies raw bf16 bit patterns, so there both operands are upcast."""
     if INTERPRET:
         a = upcast(a)
         b = upcast(b)
@@ -236,7 +238,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def multiple(n, UNIT: tl.constexpr):
-    """n, a multiple of UNIT, which the compiler then knows."""
+    """Returns n and tells the compiler that it is a multiple of UNIT."""
     if UNIT == 1:
         return n
     else:
@@ -245,7 +247,7 @@ def multiple(n, UNIT: tl.constexpr):
 
 @triton.jit
 def rows_inside(start, stop, BLOCK: tl.constexpr):
-    """[BLOCK]: is start + i below stop? The mask for loads of one number a row in a loop over matmuls.
+    """Returns a mask [BLOCK], start + i < stop, for loads of one number a row in a loop over matmuls.
 
     Its scan keeps such a load in a layout of one row a thread. Without it Triton 3.6 moves the load into the layout of its
     user, in which a row is in many threads and 16 rows may be in one: 16 asynchronous copies of 4 bytes instead of one.
@@ -255,7 +257,7 @@ def rows_inside(start, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def stride_of(rows):
-    """The stride of a `matrix`'s rows."""
+    """Returns the stride of a `matrix`'s rows."""
     if len(rows) == 3:
         return multiple(rows[1], 128 // rows[0].dtype.element_ty.primitive_bitwidth)
     else:
@@ -276,7 +278,7 @@ def gemm_tile(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """sum_k a[m, k] b[k, n], or b[n, k] if TRANSPOSED, for rows offs_m and columns offs_n, float32."""
+    """Computes sum_k a[m, k] b[k, n], or b[n, k] if TRANSPOSED, for rows offs_m and columns offs_n, float32."""
     stride_bk = stride_of(b_rows)
     stride_bn = 1
     if TRANSPOSED:
@@ -305,7 +307,7 @@ def gemm_tile(
 
 @triton.jit
 def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile row, tile column) of this program, in groups of 8 tile rows so that neighbours share operands in L2."""
+    """Returns this program's tile row and tile column, in groups of 8 tile rows so that neighbours share operands in L2."""
     GROUP_M: tl.constexpr = 8
     tile = tl.program_id(0)
     num_m = tl.cdiv(M, BLOCK_M)
@@ -318,7 +320,7 @@ def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def halves(acc):
-    """[M, N] -> its left and right [M, N/2]."""
+    """Splits [M, N] into its left and right [M, N/2]."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
@@ -326,7 +328,7 @@ def halves(acc):
 
 @triton.jit
 def by_slices(accs, n0, EPILOGUE: tl.constexpr, args, SUB: tl.constexpr):
-    """EPILOGUE(*accs, n0, *args) on SUB column slices, one after the other: the epilogue of a whole tile would spill."""
+    """Runs EPILOGUE(*accs, n0, *args) on SUB column slices, one after the other: the epilogue of a whole tile would spill."""
     if SUB > 1:
         first = halves(accs[0])
         if len(accs) == 1:
@@ -349,7 +351,7 @@ def by_slices(accs, n0, EPILOGUE: tl.constexpr, args, SUB: tl.constexpr):
 
 @triton.jit
 def slice_offsets(acc, pid_m, n0, M, N):
-    """Row and column offsets of an epilogue's slice, and its mask."""
+    """Returns row and column offsets of an epilogue's slice, and its mask."""
     offs_m = pid_m * acc.shape[0] + tl.arange(0, acc.shape[0])
     offs_n = n0 + tl.arange(0, acc.shape[1])
     return offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -361,5 +363,5 @@ def device_shared_memory(index: int) -> int:
 
 
 def shared_memory_of(x: torch.Tensor) -> int:
-    """Bytes of shared memory that a block may use on the device of `x`; on a CPU no bound is known."""
+    """Returns the bytes of shared memory that a block may use on the device of `x`; on a CPU there is no known bound."""
     return device_shared_memory(x.device.index) if x.is_cuda else 2**31

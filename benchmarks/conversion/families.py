@@ -1,8 +1,8 @@
-"""convert on models of other libraries, small and random: `make convert-families`.
+"""Runs convert on small random models of other libraries: `make convert-families`.
 
-For each known family: what replaces its layers; loss and gradients against the original in float32, and of both against float64
-under bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and what one call
-saves eager, with torch.utils.checkpoint round each layer, and converted.
+For each family it shows what replaces its layers; loss and gradients against the original in float32, and both against float64
+under bfloat16 autocast (the converted model's error may be twice the original's); the losses of 20 steps; and the bytes that
+one call saves in eager mode, with torch.utils.checkpoint around each layer, and converted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def torch_transformer() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def diffusion(name: str, settings: dict[str, Any], **inputs: Any) -> Build:
-    """A transformer of diffusers over 2 noisy images of 8 x 8 with 4 channels."""
+    """Returns a transformer of diffusers over 2 noisy images of 8 x 8 with 4 channels."""
     noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     sizes = dict(num_attention_heads=4, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, patch_size=2)
 
@@ -157,7 +157,7 @@ FAMILIES: dict[str, Build] = {
 
 
 def disturbed(model: nn.Module) -> nn.Module:
-    """Norms of ones and biases of zeros hide what is done with them."""
+    """Randomizes norms of ones and biases of zeros, which hide what is done with them."""
     for p in model.parameters():
         if p.dim() <= 1 and p.is_floating_point():
             p.data += 0.1 * torch.randn_like(p)
@@ -190,7 +190,7 @@ def compare(name: str) -> measure.Result:
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Draws what each family saves: eager, with torch.utils.checkpoint round each layer, converted."""
+    """Plots the bytes that each family saves: eager, with torch.utils.checkpoint around each layer, converted."""
     from matplotlib.figure import Figure
 
     variants = (

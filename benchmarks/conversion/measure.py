@@ -1,4 +1,4 @@
-"""One model before and after convert: loss, gradients, saved bytes, what replaces it."""
+"""Measures a model before and after convert: loss, gradients, saved bytes, and what replaces it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckptkern.memory import saved_tensors
 
 @dataclass
 class Result:
-    """One model. saved_*: bytes of one training call, besides parameters. loss_error: the converted model's, relative to the
-    original's. *_error: the largest relative error of all gradients, of the converted model against the original's, and
-    in bfloat16 of both against float64. seconds: of convert."""
+    """A model's figures. saved_*: bytes of one training call, besides parameters. loss_error: the converted model's,
+    relative to the original's. *_error: the largest relative error of all gradients, of the converted model against the
+    original's, and in bfloat16 of both against float64. seconds: of convert."""
 
     name: str
     verdict: str = ""
@@ -48,7 +48,7 @@ class Result:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The output's own loss, or the mean square of its floating point tensors."""
+    """Returns the output's own loss, or the mean square of its floating-point tensors."""
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor):
         return loss.float() if loss.dtype.itemsize < 4 else loss
@@ -62,7 +62,7 @@ def loss_of(output: Any) -> Tensor:
 def step(
     model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None = None, seed: int = 0
 ) -> dict[str, Tensor]:
-    """{"loss": ..., parameter: gradient}."""
+    """Returns {"loss": ..., parameter: gradient}."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -79,7 +79,7 @@ def saved(model: nn.Module, inputs: dict[str, Any]) -> int:
 
 
 def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest of all gradients' relative errors; a gradient counts for at least a hundredth of the largest one."""
+    """Returns the largest relative error of all gradients; a gradient counts as at least a hundredth of the largest one."""
     norms = {name: float(torch.linalg.vector_norm(g.double())) for name, g in theirs.items() if name}
     if ours.keys() != theirs.keys():
         return math.inf
@@ -98,7 +98,7 @@ def wide(inputs: Any) -> Any:
 
 
 def called(model: nn.Module, inputs: dict[str, Any]) -> set[nn.Module]:
-    """The modules that a call of the model calls."""
+    """Returns the modules that a call of the model calls."""
     seen: set[nn.Module] = set()
     hooks = [m.register_forward_pre_hook(lambda m, _: seen.add(m)) for m in model.modules()]
     try:
@@ -110,19 +110,19 @@ def called(model: nn.Module, inputs: dict[str, Any]) -> set[nn.Module]:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Names of the members of lists of modules of one class that have linear layers in them: what is called a layer."""
-    found = []
+    """Returns the names of the model's layers: members of lists of modules of one class that contain linear layers."""
+    names = []
     for name, parent in model.named_modules():
         children = list(parent.named_children())
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len({type(m) for _, m in children}) == 1:
             linear = [any(p.dim() == 2 for p in child.parameters()) for _, child in children]
             if children[0][1]._modules and all(linear):
-                found += [f"{name}.{child}" for child, _ in children]
-    return [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+                names += [f"{name}.{child}" for child, _ in children]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names if other != name)]
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """A copy whose layers torch.utils.checkpoint runs."""
+    """Returns a copy whose layers run in torch.utils.checkpoint."""
     model = copy.deepcopy(model)
     for name in blocks(model):
         layer = model.get_submodule(name)
@@ -131,7 +131,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
-    """Losses of training steps on the same inputs."""
+    """Returns the losses of training steps on the same inputs."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     losses = []
     for _ in range(steps):
@@ -141,7 +141,7 @@ def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
 
 
 def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any]) -> None:
-    """Converts the model in place and compares it with what it was."""
+    """Converts the model in place, and compares it with the original."""
     theirs, result.saved_eager = step(model, inputs), saved(model, inputs)
     start = time.perf_counter()
     conversion = convert(model, **inputs)

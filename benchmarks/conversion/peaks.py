@@ -1,8 +1,9 @@
-"""Peak memory of a training step by family of language models: `python -m benchmarks.conversion.peaks`.
+"""Measures peak memory of a training step by family of language models: `python -m benchmarks.conversion.peaks`.
 
-Small random models of transformers' classes, float32, one thread, gradients allocated before the step. The peak of forward and
-backward: eager; with gradient checkpointing, and with that and the loss in checkpointed chunks of tokens; and of the model that
-`convert(model, recompute="full", workspace="4MiB")` converted, whose loss and gradients are compared with eager's.
+Small random models of transformers' classes run in float32 on one thread, with gradients allocated before the step. The peak of
+forward and backward is measured in eager mode; with gradient checkpointing, also with the loss in checkpointed chunks of
+tokens; and converted by `convert(model, recompute="full", workspace="4MiB")`, whose loss and gradients are compared with
+eager's.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .small import built
 MIB = 2**20
 WORKSPACE = "4MiB"
 WIDTH, LAYERS, CLASSES, HEADS = 128, 4, 512, 4
-SCANNED = 256  # at most so many tokens of a family that torch scans token by token on a CPU
-LONGEST = 2**16  # that a model's tables are made for
+SCANNED = 256  # most tokens of a family that torch scans token by token on a CPU
+LONGEST = 2**16  # positions of a model's tables
 # A size, and the names that configurations have for it, as in small.py.
 SIZES = [
     (WIDTH, "hidden_size"),
@@ -104,7 +105,7 @@ Loss = Callable[[nn.Module], Tensor]  # of a training call of a model
 
 @dataclass
 class Result:
-    """One family. layers: those that gradient checkpointing recomputes, of which `whole` are one fused op each, and
+    """A family's figures. layers: those that gradient checkpointing recomputes, of which `whole` are one fused op each and
     `checkpointed` activation checkpoints, whose parts may be fused; of the others only parts are replaced. Peaks in bytes.
     ratio: the converted model's peak to the lower of both with checkpointing. seconds: of convert."""
 
@@ -130,12 +131,12 @@ class Result:
 
 
 def build(name: str) -> nn.Module:
-    """Returns a family's model, the same for each call, with gradients of zeros."""
+    """Returns a family's model with gradients of zeros, the same for each call."""
     import transformers
 
     settings = {"use_cache": False} | FAMILIES[name]
-    # A size that a family sets is not asked of its configuration: Gemma 4's head_dim is none of the whole model's.
-    sizes = [(size, " ".join(one for one in names.split() if one not in settings)) for size, names in SIZES]
+    # A size that a family sets is not set on its configuration too: Gemma 4's head_dim is not the whole model's.
+    sizes = [(size, " ".join(name for name in names.split() if name not in settings)) for size, names in SIZES]
     model = disturbed(built(getattr(transformers, f"{name}ForCausalLM"), settings, sizes))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -143,7 +144,7 @@ def build(name: str) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """Returns the names of what gradient checkpointing recomputes, without layers in layers."""
+    """Returns the names of the layers that gradient checkpointing recomputes, without layers inside layers."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     names: list[str] = []
@@ -154,7 +155,7 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 def peak(model: nn.Module, loss: Loss) -> tuple[int, dict[str, Tensor]]:
-    """Returns the peak of a step after a first one, and the loss, "", and all gradients of it."""
+    """Returns the peak of a step after a first one, and its loss (named "") and all gradients."""
     loss(model).backward()
     model.zero_grad(set_to_none=False)
     gc.collect()
@@ -175,8 +176,8 @@ def compare_peaks(
     checkpointed: Callable[[nn.Module], nn.Module] = checkpointed,
     workspace: str = WORKSPACE,
 ) -> None:
-    """Measures a model's peaks, and how the converted one differs from eager. build: the same model in each call, with
-    gradients; example: the call that convert is given; checkpointed: makes layers of a model activation checkpoints."""
+    """Measures a model's peaks, and how the converted model differs from eager. build: returns the same model in each call,
+    with gradients. example: convert's call. checkpointed: makes activation checkpoints of a model's layers."""
     result.eager, theirs = peak(build(), loss)
     result.checkpointing, _ = peak(checkpointed(build()), loss)
     result.chunked = peak(checkpointed(build()), chunked)[0] if chunked else result.checkpointing

@@ -1,4 +1,4 @@
-"""Small random models of transformers' classes, and inputs for them."""
+"""Builds small random models of transformers' classes, and inputs for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, TOKENS = 2, 12
 def sizes(
     width: int = 64, hidden: int = 96, layers: int = 2, classes: int = 96, image: int = 32, positions: int = 64
 ) -> Sizes:
-    """Returns sizes, and the names that configurations have for them. Those that a configuration has are set."""
+    """Returns sizes, and the names that configurations have for them. A configuration's own names are set."""
     return [
         (width, "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim_model"),
         (width, "embedding_size word_embed_proj_dim projection_dim decoder_hidden_size"),
@@ -57,7 +57,7 @@ MOST = 3e7  # parameters of a small model
 
 
 def overrides(config: Any, sizes: Sizes = SIZES) -> dict[str, Any]:
-    """Returns the sizes for a configuration, and for those inside it, without what is random."""
+    """Returns the sizes for a configuration and those inside it, with randomness off."""
     known = set(inspect.signature(type(config)).parameters) | set(vars(config))
     named = {name: size for size, names in sizes for name in names.split()}
     changes = {
@@ -96,7 +96,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def calls(model: nn.Module, batch: int = BATCH, length: int = TOKENS, samples: int = 4000) -> list[dict[str, Any]]:
-    """Returns the arguments of calls that may fit, the likeliest first. batch: of sequences; length: of tokens; samples: of a
+    """Returns the arguments of calls that may fit, the likeliest first. batch: sequences. length: tokens. samples: of a
     waveform."""
     names = set(inspect.signature(model.forward).parameters)
     config = model.config
@@ -116,17 +116,18 @@ def calls(model: nn.Module, batch: int = BATCH, length: int = TOKENS, samples: i
     arguments = {name: value for name, value in candidates.items() if name in names}
     if "labels" in arguments:  # from which the decoder takes its tokens
         arguments.pop("decoder_input_ids", None)
-    found = [arguments]
+    calls = [arguments]
     if {"pixel_values", "input_ids"} <= arguments.keys():
         for left_out in ("pixel_values", "input_ids"):
-            found.append({name: value for name, value in arguments.items() if name != left_out})
+            calls.append({name: value for name, value in arguments.items() if name != left_out})
     if "hidden_states" in names:
-        found.append({"hidden_states": torch.randn(batch, length, config.hidden_size)})
-    return found
+        calls.append({"hidden_states": torch.randn(batch, length, config.hidden_size)})
+    return calls
 
 
 def hub(name: str, settings: dict[str, Any] | None = None, **inputs: Any) -> Build:
-    """A class of transformers. settings: of its configuration; inputs: beside those that its forward takes."""
+    """Returns a builder of a class of transformers. settings: of its configuration. inputs: besides those that its forward
+    takes."""
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
         import transformers

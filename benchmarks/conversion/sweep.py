@@ -1,10 +1,9 @@
-"""Peak memory of a training step of every class of transformers that builds small: `python -m benchmarks.conversion.sweep`.
+"""Measures a training step's peak memory for every class of transformers that builds small.
 
-As peaks.py does it for families of language models: eager; with each layer an activation checkpoint, and with that and the loss
-in checkpointed chunks of tokens where there is a language model's loss; and of the model that
-`convert(model, recompute="full", workspace=...)` converted, whose loss and gradients are compared with eager's. A class that
-does not build small, does not run on the inputs that small.py makes, takes too long, is random in training or has no layers is
-counted as such.
+Run: `python -m benchmarks.conversion.sweep`. As in peaks.py: eager; with each layer an activation checkpoint, also with a
+language model's loss in checkpointed chunks of tokens; and converted by `convert(model, recompute="full", workspace=...)`,
+whose loss and gradients are compared with eager's. A class that does not build small, does not run on the inputs of small.py,
+takes too long, is random in training or has no layers is counted as such.
 """
 
 from __future__ import annotations
@@ -33,31 +32,33 @@ from .small import built, calls, sizes
 
 MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
 SIZES = sizes(width=128, hidden=352, layers=4, classes=512, image=128, positions=2048)
-SECONDS = 180  # of the processor, at most for a class
+SECONDS = 180  # CPU seconds, at most, for a class
 SAMPLES = 16000  # of a waveform
-BOUNDS = {True: 0.6, False: 0.8}  # that a decoder's peak, and another model's, may be of what checkpointing takes
+BOUNDS = {True: 0.6, False: 0.8}  # limits of the ratio to checkpointing's peak, for decoders and other models
 
 
 class TooLong(BaseException):
-    """Says that the time is over. No model's own failure is of this class."""
+    """Raised when the time is over. No model raises this class itself."""
 
 
 def classes(mapping: str) -> dict[str, type]:
-    """Returns the classes of transformers' mapping that import here, by name."""
+    """Returns the classes of a mapping of transformers that can be imported here, by name."""
     from transformers.models.auto import modeling_auto
 
-    of_configs, found = getattr(modeling_auto, mapping), {}
+    of_configs, by_name = getattr(modeling_auto, mapping), {}
     for config in of_configs:
         try:
             of_config = of_configs[config]
         except Exception:  # a class whose own module does not import here (an optional package)
             continue
-        found |= {one.__name__: one for one in (of_config if isinstance(of_config, (list, tuple)) else (of_config,))}
-    return dict(sorted(found.items()))
+        by_name |= {
+            kind.__name__: kind for kind in (of_config if isinstance(of_config, (list, tuple)) else (of_config,))
+        }
+    return dict(sorted(by_name.items()))
 
 
 def build(model_class: type) -> nn.Module:
-    """Returns a small model, the same for each call, with gradients of zeros."""
+    """Returns a small model with gradients of zeros, the same for each call."""
     model = disturbed(built(model_class, {}, SIZES))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -70,14 +71,14 @@ def loss_of(inputs: dict[str, Any], model: nn.Module) -> Tensor:
 
 
 def with_checkpoints(model: nn.Module) -> nn.Module:
-    """Makes activation checkpoints of layers: the model's own, or of the members of its lists of layers."""
+    """Makes activation checkpoints of the model's layers by its own method, or of the members of its lists of layers."""
     if peaks.layers_of(model) and model.supports_gradient_checkpointing:
         return checkpointed(model)
     return measure.checkpointed(model)
 
 
 def chunked(model: nn.Module, inputs: dict[str, Any]) -> Callable[[nn.Module], Tensor] | None:
-    """Returns the model's loss in chunks of tokens; None where it is no language model's loss of its last hidden states."""
+    """Returns the model's loss in chunks of tokens; None if it is not a language model's loss of its last hidden states."""
     loss = functools.partial(chunked_loss, ids=inputs.get("labels"))
     with contextlib.suppress(Exception), torch.no_grad():
         if torch.allclose(loss(model), loss_of(inputs, model), rtol=1e-4):
@@ -86,7 +87,7 @@ def chunked(model: nn.Module, inputs: dict[str, Any]) -> Callable[[nn.Module], T
 
 
 def swept(name: str, model_class: type, tokens: int, workspace: str) -> tuple[str, peaks.Result]:
-    """Returns (what came out, the class's peaks as far as they were measured)."""
+    """Returns the verdict, and the class's peaks as far as they were measured."""
 
     def ended(*_: Any) -> None:
         raise TooLong
@@ -116,7 +117,7 @@ def swept(name: str, model_class: type, tokens: int, workspace: str) -> tuple[st
         return "WRONG" if result.wrong else "right", result
     except TooLong:
         return "too long", result
-    except Exception as error:  # is what is looked for, and the other classes still run
+    except Exception as error:  # the finding; the other classes still run
         result.reasons = [f"{type(error).__name__}: {str(error)[:300]}"]
         if stage == "CRASHED":
             traceback.print_exc()
@@ -140,16 +141,16 @@ def main() -> None:
         parser.error(hint)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    found: dict[str, tuple[str, type]] = {}
+    known: dict[str, tuple[str, type]] = {}
     for mapping in [args.mapping] if args.mapping else MAPPINGS:
-        found |= {name: (mapping, one) for name, one in classes(mapping).items() if name not in found}
-    if unknown := set(args.classes) - set(found):
+        known |= {name: (mapping, kind) for name, kind in classes(mapping).items() if name not in known}
+    if unknown := set(args.classes) - set(known):
         parser.error(f"no such class in {args.mapping or 'these mappings'}: {', '.join(sorted(unknown))}")
     part, parts = map(int, args.part.split("/"))
     results, verdicts = [], collections.Counter()
     print(peaks.HEADING)
-    for name in (args.classes or list(found))[part - 1 :: parts]:
-        verdict, result = swept(name, found[name][1], args.tokens, args.workspace)
+    for name in (args.classes or list(known))[part - 1 :: parts]:
+        verdict, result = swept(name, known[name][1], args.tokens, args.workspace)
         verdicts[verdict] += 1
         if verdict not in ("right", "WRONG"):
             print(f"{name:26} {verdict}: {' '.join(result.reasons)}"[:160], flush=True)
@@ -157,11 +158,11 @@ def main() -> None:
         print(peaks.line(result), flush=True)
         results.append(result)
         if args.out:
-            write_rows(args.out, [one.row() for one in results])
+            write_rows(args.out, [result.row() for result in results])
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
-    above = {name: result for result in results if result.ratio > BOUNDS["CAUSAL" in found[name := result.name][0]]}
+    above = {name: result for result in results if result.ratio > BOUNDS["CAUSAL" in known[name := result.name][0]]}
     print(f"{len(above)} above what they may take:")
-    for result in sorted(above.values(), key=lambda one: -one.ratio):
+    for result in sorted(above.values(), key=lambda result: -result.ratio):
         print(f"  {result.ratio:.2f} {result.name}: {' | '.join(result.reasons)[:300]}")
     if verdicts["WRONG"] or verdicts["CRASHED"]:
         raise SystemExit(1)

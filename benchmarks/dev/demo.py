@@ -1,4 +1,4 @@
-"""The demo, and its picture and table in the documentation: `make demo-docs`, on a machine that does nothing else.
+"""Runs the demo, and writes its picture and table into the documentation: `make demo-docs`, on an otherwise idle machine.
 
     python -m benchmarks.dev.demo ARGUMENTS
 
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
 
 
 def refresh(out: Path, docs: Path) -> None:
-    """Puts the results of a run in `out` into the folder of the documentation. Raises ValueError without the markers."""
+    """Copies the results of a run in `out` into the documentation. Raises ValueError without the markers."""
     page = docs / "index.md"
     page.write_text(with_part(page, BEGIN, (out / "report.md").read_text().rstrip(), END))
     shutil.copy(out / "demo.png", docs / "demo.png")

@@ -1,7 +1,7 @@
-"""Peak memory and time of a training step over the length of the sequence: `make bench-frontier`.
+"""Measures peak memory and time of a training step over the sequence length: `make bench-frontier`.
 
-Models of transformers, float32, one thread, gradients allocated before the step. Variants run interleaved. Peak bytes are
-exact; of times only the ratio to gradient checkpointing means anything, and only within one run. Writes a CSV and prints the
+Models of transformers run in float32 on one thread, with gradients allocated before the step and variants interleaved. Peak
+bytes are exact; of times, only the ratio to gradient checkpointing within one run means anything. Writes a CSV and prints the
 tables.
 """
 
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def with_gradients(model: nn.Module) -> nn.Module:
-    """Returns the model with gradients of zeros for all that it trains, as a trainer that zeroes them leaves them."""
+    """Returns the model with gradients of zeros for all trained parameters, as a trainer that zeroes them leaves them."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     return model
@@ -69,7 +69,8 @@ def torchs_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def converted(model: nn.Module, ids: Tensor, stack_of: int = 1, **options: Any) -> nn.Module:
-    """stack_of: saves the input of every k-th layer alone. transformers walks through a list of one member, the stack."""
+    """Converts a copy. stack_of: saves the input of every k-th layer only. transformers then loops over a list of one
+    member, the stack."""
     ckptkern.convert(model, input_ids=ids[:, :8], labels=ids[:, :8], **options)
     if stack_of > 1:
         model.model.layers = nn.ModuleList([ckptkern.nn.LayerStack(model.model.layers, every=stack_of)])
@@ -77,7 +78,7 @@ def converted(model: nn.Module, ids: Tensor, stack_of: int = 1, **options: Any) 
 
 
 def tiled(model: nn.Module) -> nn.Module:
-    """MLPs by Liger's TiledMLP, with the shards that it chooses. Its kernels need a GPU; this function calls none."""
+    """Runs MLPs by Liger's TiledMLP, with the shards that it chooses. Its kernels need a GPU, but this function calls none."""
     from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
 
     def forward(mlp: nn.Module, x: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def tiled(model: nn.Module) -> nn.Module:
 
 
 def variants(name: str, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Returns, by the names of the page's rows, what computes the loss."""
+    """Returns the functions that compute the loss, by the names of the page's rows."""
     make = functools.partial(build, name)
     bounded = dict(recompute="full", workspace="4MiB")
     models = {
@@ -146,8 +147,8 @@ def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def extrapolated(of: list[Row]) -> tuple[str, str]:
-    """Returns KiB a token between the last two lengths, and the tokens at which the line through them meets the budget:
-    computed, not run, so not further than four times the last length, from which on another part of the step may decide."""
+    """Returns KiB per token between the last two lengths, and the tokens at which the line through them meets the budget.
+    They are computed, not run, and so at most four times the last length, beyond which another part of the step may decide."""
     before, last = of[-2:]
     growth = (last["peak_bytes"] - before["peak_bytes"]) / (last["tokens"] - before["tokens"])
     longest, most = int(last["tokens"] + (BUDGET - last["peak_bytes"]) / growth), 4 * last["tokens"]
@@ -172,7 +173,7 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """Plots the peak of each variant of the Llama over the length of the sequence."""
+    """Plots the peak of each variant of the Llama over the sequence length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,7 +1,7 @@
-"""Time and peak of the mean loss of a large vocabulary beside torch's own in chunks, forward and backward: `make bench-head`.
+"""Measures time and peak of the mean loss of a large vocabulary beside torch's own in chunks: `make bench-head`.
 
-float32, one thread, gradients allocated before the step. Variants run interleaved: of times only the ratio to torch's chunks
-means anything, and only within one run. Peak bytes are exact. Prints the table, and writes it into the docs.
+Forward and backward, float32, one thread, gradients allocated before the step, variants interleaved. Of times, only the ratio
+to torch's chunks within one run means anything. Peak bytes are exact. Prints the table, and writes it into the docs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- head:begin -->", "<!-- head:end -->"
 
 
 def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Returns by variant the loss of x, weight and target."""
+    """Returns the losses of x, weight and target, by variant."""
     ours = functools.partial(ckptkern.linear_cross_entropy, workspace="8MiB")
     return {
         "eager": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="the page whose table is replaced")
     args = parser.parse_args()
     if not hasattr(nn, "LinearCrossEntropyOptions"):
-        parser.error(f"wanted torch 2.13 or later, whose loss in chunks all is compared with, not {torch.__version__}")
+        parser.error(
+            f"needs torch 2.13 or later, with whose chunked loss all is compared, but this is {torch.__version__}"
+        )
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in rows_of(*size, args.rounds)]
     print(table(rows))

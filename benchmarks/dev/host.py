@@ -1,8 +1,7 @@
-"""What one region costs the host, as a ratio to torch.utils.checkpoint: `make bench-host`.
+"""Measures the host time of one region, as a ratio to torch.utils.checkpoint's: `make bench-host`.
 
-Tiny tensors, one thread, forward + backward, so that nearly all of a step is Python and dispatch; and a step of an MLP that
-computes. A ratio of times depends on the machine and on what else it runs. So its bound is reported beside it, and no test
-asserts it.
+Tiny tensors, one thread, forward and backward, so that nearly all of a step is Python and dispatch; and a step of an MLP that
+computes. A ratio of times depends on the machine and its load, so its bound is reported beside it, and no test asserts it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ REGION = table.Op({"features": 0, "tokens": 0}, lambda v: Region([v.features] * 
 
 
 def _medians(case: cases.Case, *names: str, rounds: int | None = None, is_tiny: bool = True) -> list[float]:
-    """ms of the variants of a case: medians over interleaved rounds, in each of which the quickest step of a batch counts."""
+    """Returns ms of the variants of a case: medians over interleaved rounds, each the quickest step of a batch."""
     model, x, dy = cases.build(case, torch.device("cpu"))
     makers = cases.variants(case)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
@@ -52,26 +51,26 @@ def _medians(case: cases.Case, *names: str, rounds: int | None = None, is_tiny: 
 
 
 def fused() -> float:
-    """An mlp region at "full": our time over torch.utils.checkpoint's."""
+    """Measures an mlp region at "full": its time over torch.utils.checkpoint's."""
     ours, theirs = _medians(micro.case("mlp", "cpu", features=8, tokens=4), "ckptkern full", cases.CHECKPOINT)
     return ours / theirs
 
 
 def general() -> float:
-    """An activation checkpoint: what checkpoint() adds to the unmodified call, over what torch.utils.checkpoint adds."""
+    """Measures an activation checkpoint: what checkpoint() adds to the plain call, over what torch.utils.checkpoint adds."""
     region = micro.case("linear_act", "cpu", entry=REGION, features=8, tokens=4)
     plain, ours, theirs = _medians(region, cases.EAGER, "ckptkern", cases.CHECKPOINT)
     return (ours - plain) / (theirs - plain)
 
 
 def eager_mlp() -> float:
-    """An MLP that computes, at "full" by the eager backend: our time over torch.utils.checkpoint's."""
+    """Measures an MLP that computes, at "full" by the eager backend: its time over torch.utils.checkpoint's."""
     ours, theirs = _medians(micro.case("mlp", "cpu"), "ckptkern full", cases.CHECKPOINT, is_tiny=False)
     return ours / theirs
 
 
 class _Called(models.LlamaLayer):
-    """A layer that is handed as many arguments as those of transformers."""
+    """A layer called with as many arguments as those of transformers."""
 
     def forward(self, x, attention_mask=None, position_ids=None, tables=None, use_cache=False):
         return super().forward(x)
@@ -82,15 +81,15 @@ def _layers() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def guard() -> float:
-    """What a layer that convert took pays before its fused call, in microseconds of the processor."""
+    """Measures the CPU time of a converted layer before its fused call, in microseconds."""
     model, x = _layers()
     convert(model, x)
     forward, calls = model[0].forward, 2000
-    given = {"attention_mask": None, "position_ids": None, "tables": (x, x), "use_cache": False}
+    kwargs = {"attention_mask": None, "position_ids": None, "tables": (x, x), "use_cache": False}
 
     def decide() -> None:
-        forward.form.takes(given)
-        forward.segment_of(pattern_of(forward.form.counting(((x,), given)), []))
+        forward.form.takes(kwargs)
+        forward.segment_of(pattern_of(forward.form.counting(((x,), kwargs)), []))
         forward.watch.unchanged()
 
     start = time.thread_time()  # after a conversion torch's other threads spin for a while
@@ -100,7 +99,7 @@ def guard() -> float:
 
 
 def conversion() -> float:
-    """What convert takes for a layer, in milliseconds."""
+    """Measures convert's time per layer, in milliseconds."""
     model, x = _layers()
     start = time.perf_counter()
     convert(model, x)

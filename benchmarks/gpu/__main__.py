@@ -1,7 +1,7 @@
-"""``python -m benchmarks.gpu``, which `make gpu` calls: everything that is measured on a GPU, in three parts.
+"""Runs everything that is measured on a GPU, in three parts: ``python -m benchmarks.gpu``, which `make gpu` calls.
 
 Each part builds ckptkern with this Python's own torch (no network, no venv), runs its steps, the most valuable first, and ends
-within its seconds; what time is left goes to steps of the other parts. Results lie in OUT when they are known, and what has a
+within its seconds; time that is left goes to steps of the other parts. Results are written to OUT as they come, and what has a
 result there, or in IN, is not measured again:
 
     results.csv      a row per case and variant: benchmarks and whole models
@@ -11,7 +11,7 @@ result there, or in IN, is not measured again:
     log.txt          what every step printed, with the second in which it did
     caches.tgz       the extension, compiled kernels and the tuned table, for the next part on a machine that keeps nothing
 
-The exit status is 1 if anything of ours was wrong or failed, and 0 otherwise, also if not all was run.
+The exit status is 1 if anything of ckptkern's was wrong or failed, and 0 otherwise, also if not all was run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CACHES = "caches.tgz"
 CUT, NO_TESTS, LOST = 124, 5, 75
 SECONDS = 570  # of a part, the build included
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # of OUT, and of each of its files
-# Of its own, to be ended with what it starts. A new session, too, would outlive whatever ends this one.
+# Its own process group, so that it is ended with what it starts. A new session would outlive whatever ends this one.
 GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 FINISH = 8  # seconds to end the last step and to pack the caches
 SLACK = 15  # seconds that a program of its own clock needs to start, and to print what it knows
@@ -50,9 +50,10 @@ SMALLEST = 20  # seconds with which no step begins
 
 
 class Run(NamedTuple):
-    """What the steps need. work: what is built and cached. cases, models_named, tests: the user's.
+    """Settings of the steps. work: folder of builds and caches. cases, models_named, tests: the user's.
 
-    A step is a method that returns a command, or why it is left out."""
+    A step is a method that returns a command, or the reason why it is left out.
+    """
 
     out: Path
     work: Path
@@ -64,14 +65,14 @@ class Run(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Names the kind of device."""
+        """Returns the kind of device."""
         return "cpu" if self.dry else "cuda"
 
     def program(self, module: str, *arguments: object) -> list[str]:
         return [sys.executable, "-m", module, *map(str, arguments)]
 
     def bench(self, seconds: int, *arguments: str) -> list[str]:
-        """Its budget ends sooner, because a case may be under way."""
+        """Returns the benchmark, whose budget ends sooner, because a case may be under way."""
         cases = ["--cases", self.cases] if self.cases else []
         small = ["--device", self.kind, *(["--rounds", "7"] if self.dry else [])]
         budget = ("--budget-minutes", f"{0.9 * seconds / 60:.2f}")
@@ -80,13 +81,14 @@ class Run(NamedTuple):
         )
 
     def models(self, seconds: int) -> list[str]:
-        """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""
+        """Returns the whole models. Blocks of many sizes come and go: they must not be split in a timed step."""
         options = ("--out", self.out, "--device", self.kind, "--only", self.models_named, "--seconds", seconds - SLACK)
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
     def pytest(self, *arguments: str) -> list[str]:
-        """Most of the time is Triton's, which compiles each kernel on one core. In small portions, so that order stays."""
+        """Returns the tests, in small portions so that order stays. Triton takes most of the time: it compiles each kernel
+        on one core."""
         options: list[object] = [
             "-p",
             "no:cacheprovider",
@@ -109,7 +111,7 @@ class Run(NamedTuple):
         return self.pytest(*(["--counterparts", "--quick"] if self.dry else ["-m", "gpu"]))
 
     def autotune(self, seconds: int) -> list[str] | str:
-        """Its table is for `caches.tgz`: no other step reads it."""
+        """Returns the autotuning, whose table is for `caches.tgz`: no other step reads it."""
         if self.dry:
             return "on a CPU nothing can be chosen"
         minutes, table = f"{0.9 * seconds / 60:.2f}", f"CKPTKERN_CACHE={self.work / 'cache/tuned'}"
@@ -120,7 +122,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A program of a part. share: of the part's time that is left, beside later steps'."""
+    """A program of a part. share: of the part's remaining time, relative to later steps' shares."""
 
     part: int
     name: str
@@ -141,7 +143,7 @@ STEPS = (
 
 
 class Log:
-    """Prints lines, and appends them to a file, each with the second of the part in which it came."""
+    """Prints lines, and appends them to a file, each with the second of the part."""
 
     def __init__(self, path: Path):
         self.path, self.start = path, time.monotonic()
@@ -154,10 +156,10 @@ class Log:
 
 
 def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib: Path) -> int:
-    """Returns the exit status of a program, whose lines go to the log; 124 if its time was up. It runs where
-    ckptkern was built, because Python finds first what lies where it starts.
+    """Runs a program where ckptkern was built, because Python first finds what lies where it starts. Its lines go to the log.
+    Returns its exit status; 124 if its time was up.
 
-    It is interrupted then, and killed with what it has started if it goes on for ten seconds.
+    It is then interrupted, and killed with what it has started if it goes on for ten seconds.
     """
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -191,7 +193,7 @@ def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib:
 
 
 def build(work: Path, log: Log) -> Path:
-    """Returns the folder of ckptkern, built with this Python's torch. An extension that is newer than its sources stays."""
+    """Returns the folder of ckptkern, built with this Python's torch. Keeps an extension that is newer than its sources."""
     import torch
 
     lib = work / f"{sys.implementation.cache_tag}-torch-{torch.__version__}" / "lib"
@@ -210,7 +212,7 @@ def build(work: Path, log: Log) -> Path:
 
 
 def unpack_wheels(folder: Path, site: Path) -> list[str]:
-    """Returns the names of the wheels of a folder that fit any Python, which it unpacks: kernels are read as source files."""
+    """Unpacks the wheels of a folder that fit any Python, and returns their names. Kernels are read as source files."""
     wheels = sorted(folder.glob("*-py3-none-*.whl")) if folder.is_dir() else []
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as packed:
@@ -219,14 +221,14 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
 
 
 def failures(out: Path) -> list[str]:
-    """Returns a line for everything of ours that results.csv and tests.csv say was wrong or failed."""
+    """Returns a line for each result of ckptkern's in results.csv and tests.csv that is wrong or failed."""
     rows, tests = read(out / "results.csv"), {row["test"]: row for row in read(out / "tests.csv")}
-    found = [
+    lines = [
         f"{row['case']} {row['variant']}: {row['status']}: {row['note']}"
         for row in rows
         if row["variant"].startswith("ckptkern") and row["status"] in ("failed", "wrong")
     ]
-    return found + [
+    return lines + [
         f"{name}: {row['message']}" for name, row in tests.items() if row["outcome"] not in ("passed", "skipped")
     ]
 
@@ -239,45 +241,47 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def too_much(out: Path) -> list[str]:
-    """Returns what of OUT would not come back from a machine that returns eight files of 16 MiB."""
+    """Returns the files of OUT that would not come back from a machine that returns eight files of 16 MiB."""
     files = sorted(path for path in out.rglob("*") if path.is_file())
-    found = [
+    lines = [
         f"{path.name}: {path.stat().st_size} bytes, at most {MOST_BYTES}"
         for path in files
         if path.stat().st_size > MOST_BYTES
     ]
     if len(files) > MOST_FILES:
-        found.append(
+        lines.append(
             f"{len(files)} files, at most {MOST_FILES}: {', '.join(str(path.relative_to(out)) for path in files)}"
         )
-    return found
+    return lines
 
 
-def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
-    """Takes over what IN has, builds, and returns the folder of what was built; programs find the wheels and the caches."""
-    log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
-    before = given.resume or given.out
+def prepare(part: int, args: argparse.Namespace, log: Log) -> Path:
+    """Takes over the contents of IN, builds, and returns the folder of the build. Programs find the wheels and the caches."""
+    log(f"part {part}, {args.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
+    before = args.resume or args.out
     if (before / CACHES).exists():
-        log(f"caches: {caches.unpack(before / CACHES, given.work)}")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has ninja
-    lib = build(given.work, log)
-    wheels = unpack_wheels(given.wheels, given.work / "site")
-    paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(given.work / "site")]
+        log(f"caches: {caches.unpack(before / CACHES, args.work)}")
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )  # contains ninja
+    lib = build(args.work, log)
+    wheels = unpack_wheels(args.wheels, args.work / "site")
+    paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(args.work / "site")]
     os.environ.update(
         PYTHONPATH=os.pathsep.join(paths),
         PYTHONUNBUFFERED="1",
-        TRITON_CACHE_DIR=str(given.work / "cache/triton"),
-        TORCHINDUCTOR_CACHE_DIR=str(given.work / "cache/inductor"),
+        TRITON_CACHE_DIR=str(args.work / "cache/triton"),
+        TORCHINDUCTOR_CACHE_DIR=str(args.work / "cache/inductor"),
     )
-    here = setting(lib, given.dry)
+    here = setting(lib, args.dry)
     log(f"built; {', '.join(f'{name} {value}' for name, value in here.items())}; wheels: {', '.join(wheels) or 'none'}")
-    if before != given.out and (before / "env.json").exists():
-        take_over(before, given.out, here, log)
+    if before != args.out and (before / "env.json").exists():
+        take_over(before, args.out, here, log)
     return lib
 
 
 def setting(lib: Path, dry: bool) -> dict[str, str]:
-    """Returns the device and the versions on which times depend. Another process is asked, which gives its memory back."""
+    """Returns the device and the versions on which times depend, from another process, which gives its GPU memory back."""
     ask = (
         "import json, sys, torch; from ckptkern.benchmarks import compare, run; from ckptkern.tools import env; "
         "name = run.device_name(torch.device(sys.argv[1])); "
@@ -289,7 +293,7 @@ def setting(lib: Path, dry: bool) -> dict[str, str]:
 
 
 def take_over(before: Path, out: Path, here: dict[str, str], log: Log) -> None:
-    """Copies the results of the part before, unless another GPU or torch gave them."""
+    """Copies the results of the previous part, unless another GPU or torch produced them."""
     environment = json.loads((before / "env.json").read_text())
     there = {"device": environment.get("device")} | {
         name: environment.get("versions", {}).get(name, "unknown") for name in ("torch", "triton")
@@ -308,29 +312,30 @@ def words(text: str) -> list[str]:
 
 
 def gpu_of() -> str:
-    """Returns a line about the GPU. It is asked in another process, which gives its memory back."""
+    """Returns a line about the GPU, from another process, which gives its GPU memory back."""
     ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "no GPU"
 
 
-def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list[str]:
-    """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1)
-    own = [step for step in STEPS if step.part == part and given.steps in step.name]
+def run_steps(part: int, args: argparse.Namespace, log: Log, lib: Path) -> list[str]:
+    """Runs the steps of a part, then those that were cut and, on a GPU, the steps of other parts. Returns the steps that
+    failed."""
+    this = Run(args.out, args.work, args.dry, args.cases, args.models, words(args.tests), os.cpu_count() or 1)
+    own = [step for step in STEPS if step.part == part and args.steps in step.name]
     others = (
         []
-        if given.dry or given.steps
+        if args.dry or args.steps
         else sorted((step for step in STEPS if step.part != part), key=lambda step: step.part)
     )
     cut: list[Step] = []
     bad: list[str] = []
     while queue := own or cut or others:
-        left = int(log.start + given.seconds - time.monotonic()) - FINISH
+        left = int(log.start + args.seconds - time.monotonic()) - FINISH
         if left < SMALLEST:
             log(f"no time is left for: {', '.join(step.name for step in own + cut + others)}")
             break
-        seconds = left * queue[0].share // sum(one.share for one in own) if own else left
+        seconds = left * queue[0].share // sum(step.share for step in own) if own else left
         step, is_own = queue.pop(0), queue is own
         command = step.command(this, seconds)
         if isinstance(command, str):
@@ -339,7 +344,7 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
         log(f"{step.name}: at most {seconds} s")
         status = run(command, seconds, log, lib)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
-        pack(given, log)
+        pack(args, log)
         if status == LOST:
             queue.insert(0, step)
         elif status == CUT and is_own:
@@ -349,21 +354,21 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
     return bad
 
 
-def pack(given: argparse.Namespace, log: Log) -> None:
-    log(f"caches: {caches.pack(given.out / CACHES, given.work, MOST_BYTES)}")
+def pack(args: argparse.Namespace, log: Log) -> None:
+    log(f"caches: {caches.pack(args.out / CACHES, args.work, MOST_BYTES)}")
 
 
-def run_part(part: int, given: argparse.Namespace) -> list[str]:
-    """Runs one part, and returns what was not right."""
-    log = Log(given.out / "log.txt")
-    lib = prepare(part, given, log)
-    pack(given, log)
+def run_part(part: int, args: argparse.Namespace) -> list[str]:
+    """Runs one part, and returns what failed."""
+    log = Log(args.out / "log.txt")
+    lib = prepare(part, args, log)
+    pack(args, log)
     try:
-        bad = run_steps(part, given, log, lib)
+        bad = run_steps(part, args, log, lib)
     finally:
-        pack(given, log)
-    bad += failures(given.out) + too_much(given.out)
-    for path in sorted(given.out.iterdir()):
+        pack(args, log)
+    bad += failures(args.out) + too_much(args.out)
+    for path in sorted(args.out.iterdir()):
         log(f"{path.stat().st_size:11,} bytes  {path.name}")
     for line in bad:
         log(f"NOT RIGHT: {line}")
@@ -376,53 +381,53 @@ def folder(name: str) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
-    made.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: where results are written")
-    made.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
-    made.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
-    made.add_argument(
+    result.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
+    result.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: where results are written")
+    result.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
+    result.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
+    result.add_argument(
         "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
     )
-    made.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
-    made.add_argument(
+    result.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
+    result.add_argument(
         "--models", default="", metavar="REGEX", help="MODELS: of whole models, by the names of their cases"
     )
-    made.add_argument(
+    result.add_argument(
         "--tests", default="", metavar="ARGS", help="TESTS: arguments for pytest, or tests instead of all"
     )
-    made.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
-    made.add_argument(
+    result.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
+    result.add_argument(
         "--wheels",
         type=Path,
         default=ROOT / "build/gpu/wheels",
         metavar="DIR",
         help="WHEELS: those of baselines, for any Python 3",
     )
-    made.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
-    return made
+    result.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 if something of ours was not right, or 2 for arguments that make no sense."""
-    made = parser()
-    given = made.parse_args(argv)
+    """Returns 0, 1 if something of ckptkern's failed, or 2 for invalid arguments."""
+    command_line = parser()
+    args = command_line.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
-        made.error(f"{sys.executable} has no torch. Install it, or name another Python: make gpu PYTHON=...")
-    if given.resume and not given.resume.is_dir():
-        made.error(f"IN: {given.resume} is not a folder; name the OUT of the part before")
-    if not any(given.steps in step.name for step in STEPS):
-        made.error(f"STEPS: {given.steps!r} is in none of {', '.join(step.name for step in STEPS)}")
-    if not given.dry and gpu_of() == "no GPU":
-        made.error("torch sees no GPU here. DRY=1 shows on a CPU what is run")
-    given.out.mkdir(parents=True, exist_ok=True)
+        command_line.error(f"{sys.executable} has no torch. Install it, or name another Python: make gpu PYTHON=...")
+    if args.resume and not args.resume.is_dir():
+        command_line.error(f"IN: {args.resume} is not a folder; name the OUT of the part before")
+    if not any(args.steps in step.name for step in STEPS):
+        command_line.error(f"STEPS: {args.steps!r} is in none of {', '.join(step.name for step in STEPS)}")
+    if not args.dry and gpu_of() == "no GPU":
+        command_line.error("torch sees no GPU here. DRY=1 shows on a CPU what is run")
+    args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     bad = []
-    for part in (given.part,) if given.part else (1, 2, 3):
-        bad += run_part(part, given)
-        given.resume = None
+    for part in (args.part,) if args.part else (1, 2, 3):
+        bad += run_part(part, args)
+        args.resume = None
     return 1 if bad else 0
 
 

@@ -32,7 +32,7 @@ LIMIT = 570  # seconds of a part
 
 
 class Row(NamedTuple):
-    """Seconds of a step, from the start to when the row is on the disk, and to when it has its time."""
+    """Seconds of a step, until its row is on the disk, and until it has its time."""
 
     case: str
     variant: str
@@ -49,7 +49,7 @@ def measured(path: Path = RESULTS) -> dict[tuple[str, str], float]:
 
 
 def timing(steps: list[float]) -> float:
-    """Returns the seconds of a job's rounds, once more as CUDA graphs if a step of eager, the first, is short."""
+    """Returns the seconds of a job's rounds, doubled for CUDA graphs if a step of eager, the first, is short."""
     seconds = max(ENOUGH * sum(steps), min(ROUNDS * sum(steps), SECONDS))
     return seconds * (1 + (steps[0] * 1e3 < GRAPH_BELOW_MS))
 

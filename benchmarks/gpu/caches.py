@@ -1,7 +1,7 @@
-"""What a part hands to the next on a machine that keeps nothing: the built extension, Triton's and inductor's caches, the tuned
-table, in one archive.
+"""Packs what a part hands to the next on a machine that keeps nothing: the built extension, Triton's and inductor's caches, and
+the tuned table, in one archive.
 
-Of a compiled kernel the intermediate code stays behind: Triton loads the rest.
+A compiled kernel's intermediate code is left out: Triton loads the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_BEHIND = (".ttir", ".ttgir", ".llir", ".source", ".lock")
 BUFFER = 2**17  # bytes that may not be in the file yet while it is written
-SOURCES = "sources"  # beside the archive's files: of what the extension was built
+SOURCES = "sources"  # digest of the extension's sources, beside the archive's files
 
 
 def sources() -> str:
-    """Returns a digest of what the extension is built from."""
+    """Returns a digest of the extension's sources."""
     digest = hashlib.sha256()
     for path in (ROOT / "setup.py", *sorted((ROOT / "csrc").iterdir())):
         digest.update(path.name.encode() + path.read_bytes())
@@ -28,8 +28,8 @@ def sources() -> str:
 
 
 def units_of(work: Path) -> Iterator[list[Path]]:
-    """Yields what is of use together, the most valuable first: the extension, the tuned table, the files of a kernel, and
-    inductor's files."""
+    """Yields groups of files that are useful together, the most valuable first: the extension, the tuned table, the files of
+    a kernel, and inductor's files."""
     yield [*work.glob("*/lib/ckptkern/_C*.so")]
     for name in ("tuned", "triton", "inductor"):
         folder = work / "cache" / name
@@ -63,8 +63,8 @@ def _pack(archive: Path, work: Path, limit: int) -> str:
 
 
 def unpack(archive: Path, work: Path) -> str:
-    """Unpacks an archive where this machine builds and caches, and returns a line about it. Triton's groups name files by their
-    place, which may be another one here."""
+    """Unpacks an archive into this machine's folders, and returns a line about it. Triton's groups name files by their path,
+    which may be another one here."""
     work.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(archive) as packed:

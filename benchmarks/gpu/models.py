@@ -1,9 +1,10 @@
-"""``python -m benchmarks.gpu.models --out DIR``: a training step of whole models, in every variant, into DIR/results.csv.
+"""Measures a training step of whole models in every variant, into DIR/results.csv: ``python -m benchmarks.gpu.models --out
+DIR``.
 
-A step is forward + backward with gradients allocated before it, and no optimizer. Its peak is above the parameters, the
+A step is forward and backward with gradients allocated before it, and no optimizer. Its peak is above the parameters, the
 gradients and whatever else is there when it begins. The models have random weights of configurations of transformers; on a CPU
 they are small. First come times and peaks, then the longest sequences and torch.compile, last the steps that take long. Each
-row is on the disk when it is known, and what DIR has is not measured again.
+row is written as it is measured, and rows that DIR has are not measured again.
 """
 
 from __future__ import annotations
@@ -47,27 +48,28 @@ HANGS, COMPILES = 240.0, 300.0  # seconds in which a variant is checked, and com
 
 
 class Spent(Exception):
-    """Ends a search whose seconds are over."""
+    """Raised to end a search whose time is over."""
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):
-    """loss: a number; norm: of all gradients, in float32; samples: the gradients at some places, in float32."""
+    """A step's results. loss: a number. norm: of all gradients, in float32. samples: the gradients at some places, in
+    float32."""
 
     loss: float
     norm: float
     samples: Tensor
 
     def distances(self, of: Result) -> tuple[float, float, float]:
-        """Returns relative distances of the loss, the norm and the samples from those of another result."""
+        """Returns the relative distances of the loss, the norm and the samples from another result's."""
         far = torch.linalg.vector_norm(self.samples - of.samples) / torch.linalg.vector_norm(of.samples)
         return abs(self.loss - of.loss) / abs(of.loss), abs(self.norm - of.norm) / of.norm, far.item()
 
 
 class Reference(NamedTuple):
-    """Holds the variant that others are compared with, its first step's result, and the seconds of a later one."""
+    """The variant that others are compared with, its first step's result, and the seconds of a later step."""
 
     name: str
     runner: Runner
@@ -76,7 +78,7 @@ class Reference(NamedTuple):
 
 
 def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
-    """Runs a step with gradients that are zero before it."""
+    """Runs a step with gradients of zeros before it."""
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     for gradient in gradients:
         gradient.zero_()
@@ -89,7 +91,7 @@ def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
 def compared(row: Row, result: Result, reference: Reference, dtype: torch.dtype) -> bool:
     """Writes the distances into the row, and returns whether they are within their bounds."""
     distances = result.distances(reference.result)
-    told = ", ".join(f"{what} {x:.1e}" for what, x in zip(("loss", "norm", "gradients"), distances, strict=True))
+    told = ", ".join(f"{name} {x:.1e}" for name, x in zip(("loss", "norm", "gradients"), distances, strict=True))
     row.add_note(f"relative distance from {reference.name}'s: {told}")
     right = all(x <= bound for x, bound in zip(distances, BOUNDS[dtype], strict=True))
     row.status = "ok" if right else "wrong"
@@ -100,7 +102,7 @@ def compared(row: Row, result: Result, reference: Reference, dtype: torch.dtype)
 
 
 class Run:
-    """Holds a run's rows and limits."""
+    """The rows and limits of a run."""
 
     def __init__(self, sheet: run.Sheet, device: torch.device, deadline: float):
         self.sheet, self.device, self.deadline = sheet, device, deadline
@@ -117,7 +119,7 @@ class Run:
         self.sheet(dataclasses.replace(row, status="dropped", note=OVER_TIME))
 
     def failed(self, row: Row, error: BaseException) -> None:
-        """Writes the row. Raises GpuLost if the GPU is."""
+        """Writes the row of a failure. Raises GpuLost if the GPU is lost."""
         row.status, row.note = "failed", measure.one_line(error)
         if isinstance(error, ImportError):
             row.status = "missing"
@@ -133,7 +135,7 @@ class Run:
         self.sheet(row)
 
     def tidy(self) -> None:
-        """Gives unused memory back to the GPU. Raises what a kernel left behind."""
+        """Returns unused memory to the GPU. Raises errors that a kernel left behind."""
         if self.kind == "cuda":
             gc.collect()
             torch.cuda.synchronize(self.device)
@@ -141,7 +143,7 @@ class Run:
 
 
 def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
-    """Builds the model, or returns None if it cannot be had, with the reason in the rows of these variants."""
+    """Builds the model. Returns None if that fails, and writes the reason into the rows of these variants."""
     if of.left() < 0:
         for name in names:
             of.dropped(of.row(model, name))
@@ -155,8 +157,8 @@ def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
 
 
 def measure_model(of: Run, model: Model, names: list[str]) -> None:
-    """Measures the rows of these variants, without `longest`. Baselines are checked and timed before ours run at all, because
-    a kernel that breaks the GPU ends the process; then ours, interleaved with the reference."""
+    """Measures the rows of these variants, without `longest`. Baselines are checked and timed before any of ckptkern's,
+    because a kernel that breaks the GPU ends the process; then ckptkern's, interleaved with the reference."""
     of.sheet.keep()
     left = [name for name in names if (model.name, name) not in of.sheet.final]
     whole = build(of, model, left) if left else None
@@ -186,8 +188,8 @@ def bytes_of(whole: nn.Module) -> int:
 def measure_group(
     of: Run, model: Model, whole: nn.Module, ids: Tensor, names: list[str], reference: Reference | None, note: str
 ) -> Reference | None:
-    """Checks the variants, then times those that are right, beside the reference if there is one. Returns it, or else the first
-    that ran."""
+    """Checks the variants, then times the correct ones, beside the reference if there is one. Returns the reference, or else
+    the first variant that ran."""
     rows, runners, seconds = {}, {}, {}
     if reference:
         name = reference.name
@@ -220,7 +222,7 @@ def measure_group(
 
 
 def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: torch.device, long: bool) -> float:
-    """Writes the peak of a step into the row, and unless it is long the saved bytes, and returns the seconds of the step."""
+    """Writes a step's peak into the row, and its saved bytes unless it is long. Returns the seconds of the step."""
     if not long:
         with saved_tensors(whole) as saved, runner.around():
             runner.loss(ids)
@@ -235,7 +237,7 @@ def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: tor
 def time_group(
     of: Run, rows: dict[str, Row], runners: dict[str, Runner], seconds: dict[str, float], ids: Tensor
 ) -> None:
-    """Times the variants in turns, and writes their rows. seconds: of a step of each."""
+    """Times the variants interleaved, and writes their rows. seconds: of a step of each."""
     if max(seconds.values(), default=0.0) > LONG:
         eager = [1e3 * seconds[EAGER]] if EAGER in seconds else None
         for name, row in rows.items():
@@ -256,12 +258,12 @@ def _step(runner: Runner, ids: Tensor, index: int) -> None:
 
 
 def longest_first(kind: str) -> list[str]:
-    """Returns the variants whose longest sequence is looked for, the most valuable first."""
+    """Returns the variants whose longest sequence is measured, the most valuable first."""
     return [EAGER, variants.CHUNKED, variants.LIGER, variants.bounded(kind), variants.CHECKPOINTING, variants.DEFAULT]
 
 
 def measure_longest(of: Run, model: Model, parts: int) -> None:
-    """Completes the rows of a model by the longest sequence whose step fits the memory, in one of so many parts of the time."""
+    """Adds to the rows of a model the longest sequence whose step fits the memory, within its part of the time."""
     end = time.monotonic() + max(0.0, of.left()) / parts
     left = []
     for name in longest_first(of.kind):
@@ -289,7 +291,7 @@ def measure_longest(of: Run, model: Model, parts: int) -> None:
 
 
 def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[int | None, str]:
-    """Returns (tokens of the longest sequence whose step fits, what that is)."""
+    """Returns the tokens of the longest sequence whose step fits, and a note about it."""
     multiple, tried = MULTIPLE[of.kind], {}
     budget = free_memory(of.device) if of.kind == "cuda" else CPU_BUDGET
     took = [0.0, 1]  # seconds and size of the last step
@@ -331,12 +333,12 @@ def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[
 
 
 def eager_of(model: Model, kind: str) -> list[str]:
-    """Returns the names of the model's variants, without that of torch.compile."""
+    """Returns the names of the model's variants without torch.compile."""
     return list(model.only) or [name for name in variants.variants(kind) if name != variants.COMPILE]
 
 
 def measure_all(of: Run, models: list[Model]) -> None:
-    """Measures everything, in order of value; torch.compile on a GPU alone."""
+    """Measures everything, the most valuable first; torch.compile only on a GPU."""
     for model in models:
         for figure in model.figures:
             of.sheet(dataclasses.replace(measure.row_of_figure(model.name, of.kind, figure), tokens=model.tokens))
@@ -362,8 +364,7 @@ def measure_all(of: Run, models: list[Model]) -> None:
 
 
 def opened(out: Path, device: torch.device) -> run.Sheet:
-    """Opens the sheet, with the rows that are there. Raises ValueError if they were measured on another device, torch or
-    triton."""
+    """Opens the sheet with its existing rows. Raises ValueError if they were measured on another device, torch or triton."""
     environment = {"device": run.device_name(device), **run.environment(device)}
     standing = run.earlier_rows(out, compare.setting_of(environment))
     out.mkdir(parents=True, exist_ok=True)
@@ -388,8 +389,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense, run.UNFINISHED
-    if the seconds were over before all was measured, measure.LOST_STATUS if another process has to go on."""
+    """Returns 0 if all of ckptkern's variants were right and ran, 1 if not or if interrupted, 2 for invalid arguments,
+    run.UNFINISHED if the time ended before all was measured, measure.LOST_STATUS if another process has to go on."""
     args = parser().parse_args(arguments)
     try:
         models = run.select("--only", args.only, variants.models(args.device))

@@ -1,6 +1,6 @@
-"""Whole models of transformers with random weights, and the variants in which a training step of them runs.
+"""Defines whole models of transformers with random weights, and the variants of a training step.
 
-All variants of a model share its parameters, gradients and buffers. A step is forward + backward, without an optimizer.
+All variants of a model share its parameters, gradients and buffers. A step is forward and backward, without an optimizer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
 
 
 class Model(NamedTuple):
-    """A model and a step. shape: of a configuration of transformers; adapters: LoRA of `rank` on all linear layers of the
-    layers, whose weights are frozen, and with `quantised` in 4 bits; limit: of the longest sequence that is looked for, 0 if
-    none is; only: the variants that are measured, all if it is empty; figures: what others published."""
+    """A model and a step. shape: of a configuration of transformers. adapters: LoRA of `rank` on all linear layers of the
+    layers, whose weights are frozen, and with `quantised` in 4 bits. limit: of the longest sequence that is tried, 0 if none
+    is. only: the measured variants; empty: all. figures: published by others."""
 
     title: str
     kind: str
@@ -68,7 +68,7 @@ class Model(NamedTuple):
 
 
 def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Builds the model on the device, in training mode, with gradients. Raises ImportError for a package that it needs."""
+    """Builds the model on the device, in training mode, with gradients. Raises ImportError if a package is missing."""
     needed = ["transformers"] + ["peft"] * (model.rank is not None)
     if hint := missing(*needed):
         raise ImportError(hint)
@@ -86,8 +86,8 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 
 def quantised(model: nn.Module) -> nn.Module:
-    """Puts 4 bits in place of the linear weights of the layers: NF4 or, without bitsandbytes, random codes of MXFP4, which
-    `Frozen` dequantises where they are read."""
+    """Replaces the layers' linear weights by 4-bit ones: NF4 or, without bitsandbytes, random codes of MXFP4, which `Frozen`
+    dequantises."""
     has_nf4 = not missing("bitsandbytes")
     for path, linear in list(model.model.layers.named_modules()):
         if not (isinstance(linear, nn.Linear) and path.endswith("proj")):
@@ -110,7 +110,7 @@ def quantised(model: nn.Module) -> nn.Module:
 
 
 def with_lora(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
-    """Puts peft's LoRA on the layers' linear layers and freezes all else. B is random, so that A has a gradient too."""
+    """Puts peft's LoRA on the layers' linear layers and freezes everything else. B is random, so that A has a gradient too."""
     import peft
 
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS), model)
@@ -126,8 +126,8 @@ def with_lora(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
 
 
 class Runner(NamedTuple):
-    """loss: token ids [batch, length] -> the mean loss. around: entered for a step, its backward too. conversion: what ours is
-    made of."""
+    """A variant that runs. loss: token ids [batch, length] -> the mean loss. around: context of a step, its backward too.
+    conversion: of ckptkern's variants."""
 
     loss: Callable[[Tensor], Tensor]
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -141,7 +141,7 @@ class Runner(NamedTuple):
         return loss.detach()
 
     def check_fused(self) -> str:
-        """Names the ops of ours, "" for others. Raises RuntimeError if a call of them did not run fused."""
+        """Returns the names of ckptkern's ops, "" for baselines. Raises RuntimeError if a call of them did not run fused."""
         if self.conversion is None:
             return ""
         if others := {kind: n for kind, n in self.conversion.calls.items() if n and kind != "fused"}:
@@ -167,7 +167,7 @@ def _chunked(model: nn.Module, ids: Tensor) -> Runner:
 
 
 def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
-    """Runs Liger's kernels and fused loss. What it sets in transformers' module is there only during a step of this variant."""
+    """Runs Liger's kernels and fused loss. Its changes to transformers' module exist only during a step of this variant."""
     if not ids.is_cuda:
         raise ImportError("Liger's kernels need a GPU")
     patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
@@ -181,7 +181,7 @@ def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
 def patched(
     module: Any, apply: Callable[..., None], model: nn.Module
 ) -> Callable[[], contextlib.AbstractContextManager]:
-    """Calls apply(model=model), undoes what that set in the module, and returns a context in which it is set again."""
+    """Calls apply(model=model), undoes its changes to the module, and returns a context that makes them again."""
     before = dict(vars(module))
     apply(model=model)
     changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
@@ -202,17 +202,18 @@ class _WithLoss(nn.Module):
 
 
 def _compiled(name: str, model: nn.Module, ids: Tensor) -> Runner:
-    """Compiles a copy. While it is traced, transformers would give SDPA a mask, which flash attention does not take."""
+    """Compiles a copy. During the trace transformers would give SDPA a mask, which flash attention does not take."""
     with mock.patch.object(importlib.import_module(type(model).__module__), "create_causal_mask", _no_mask):
         return Runner(COMPILED[name](_WithLoss(shared(model)), ids))
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Returns the mask of whole causal sequences, as transformers has it outside of a trace."""
+    """Returns the mask of whole causal sequences that transformers has outside of a trace."""
 
 
 def _ours(model: nn.Module, ids: Tensor, **options: Any) -> Runner:
-    """Converts a copy. Raises RuntimeError if a layer, or the head with the loss, is not one op: it would be eager's figure."""
+    """Converts a copy. Raises RuntimeError if a layer, or the head with the loss, is not one op: the figure would be
+    eager's."""
     replica, few = shared(model), ids[:, :8]
     conversion = ckptkern.convert(replica, input_ids=few, labels=few, **options)
     ops = Counter(row.replaced_by for row in conversion)
@@ -230,7 +231,7 @@ DEFAULT, FULL = "ckptkern selective", "ckptkern full"
 
 
 def bounded(kind: str) -> str:
-    """Names ours with the small workspace of a kind of device."""
+    """Returns the name of ckptkern's variant with a device's small workspace."""
     return f"{FULL}, {format_size(WORKSPACE[kind])}"
 
 
@@ -266,7 +267,8 @@ def _figure(variant: str, source: str, tokens: int, per_second: float, gigabytes
 
 
 def _qlora(length: int, unsloth: tuple[float, float], *figures: Figure, only: tuple[str, ...]) -> Model:
-    """unsloth: tokens a second and GB; figures: of FlashAttention-2, which has no memory for more than 32,768 tokens."""
+    """Returns a QLoRA model. unsloth: tokens a second and GB; figures: with FlashAttention-2, whose memory ends at 32,768
+    tokens."""
     no_memory = Figure("published: FlashAttention-2, A100 40 GB", A100, note=OUT_OF_MEMORY)
     others = *(figures or [no_memory]), _figure("Unsloth, A100 40 GB", A100, length, *unsloth)
     return Model("llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, length, 8, True, only=only, figures=others)
@@ -349,7 +351,7 @@ ON_GPU = (
 
 
 def small(model: Model) -> Model:
-    """Returns the same with two narrow layers and short sequences, for a CPU."""
+    """Returns the model with two narrow layers and short sequences, for a CPU."""
     shape = model.shape | dict(
         vocab_size=1000,
         hidden_size=64,
@@ -368,7 +370,7 @@ def small(model: Model) -> Model:
 
 
 def models(kind: str) -> tuple[Model, ...]:
-    """Returns the models of a kind of device, the most valuable first; on a CPU the first of each kind with its adapters."""
+    """Returns the models of a kind of device, the most valuable first; on a CPU the first of each kind of adapters."""
     if kind == "cuda":
         return ON_GPU
     first = {(model.kind, model.rank, model.quantised): small(model) for model in reversed(ON_GPU)}

@@ -24,10 +24,10 @@ class Numbers(NamedTuple):
     theirs: int | None
 
     def same(self, x: Any, y: Any) -> bool:
-        """Are they one, or do they hold the same but for these numbers, such as a layer_idx or a path?"""
+        """Returns whether x and y are equal, except that numbers, also in paths, may differ as these layer indices do."""
         if x is y:
             return True
-        if type(x) is not type(y) or callable(x):  # two functions may hold nothing and do another thing each
+        if type(x) is not type(y) or callable(x):  # functions without attributes may still differ
             return False
         if isinstance(x, (list, tuple)):
             return len(x) == len(y) and all(map(self.same, x, y))
@@ -44,7 +44,8 @@ class Numbers(NamedTuple):
 
 
 def same_inside(name: str, module: nn.Module, other_name: str, other: nn.Module) -> bool:
-    """Are both of one class, with the same inside but for their numbers and the values of parameters and buffers?"""
+    """Returns whether both modules have the same class and the same inside, except for layer indices and the values of
+    parameters and buffers."""
     return (
         type(module) is type(other)
         and description(module) == description(other)
@@ -53,17 +54,17 @@ def same_inside(name: str, module: nn.Module, other_name: str, other: nn.Module)
 
 
 def number_in(name: str) -> int | None:
-    """3 of "layers.3.mlp"."""
+    """Returns the last number in a module's name, its layer index: 3 for "layers.3.mlp"."""
     return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), None)
 
 
 def call_kinds(calls: list[Call]) -> list[tuple]:
-    """Patterns of the arguments, and their shapes."""
+    """Returns the pattern of each call's arguments, with the shapes of its tensors."""
     return [(pattern_of(call, []), *(t.shape for t in tensors_in(call))) for call in calls]
 
 
 def description(module: nn.Module) -> list[tuple]:
-    """What is inside: classes, parameters and buffers, and which of these are one."""
+    """Returns the classes of the modules inside, their parameters and buffers, and which parameters are tied."""
     paths = {id(m): path for path, m in module.named_modules()}
     modules = [(path, type(m), tensors_of(m._parameters), tensors_of(m._buffers)) for path, m in module.named_modules()]
     ties = [(paths[id(a)], first, paths[id(b)], second) for a, first, b, second in ties_of(module)]
@@ -75,7 +76,7 @@ def tensors_of(named: dict[str, Tensor | None]) -> list[tuple]:
 
 
 def attributes_of(module: nn.Module) -> list[Any]:
-    """Plain ones, and others that are no tensors: functions, lists, configurations, of all modules inside."""
+    """Returns the attributes of all modules inside that are not tensors: plain values, functions, lists, configurations."""
     return [
         {
             name: value

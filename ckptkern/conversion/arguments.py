@@ -1,4 +1,4 @@
-"""The arguments of a fused op, from the live module and the live call: what stands in a template for each."""
+"""Evaluates the arguments of a fused op from the module and the call, by a template with an entry for each argument."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
 from .reading import SCALING, Argument, Probability, Scale, Update, Weight
 
-# -- arguments of the fused op, from the live module and the live call
-
-
-# Each of these gets one argument's value in each call. They are objects or partial functions, not closures, so that deepcopy
-# and pickle take them; `parameters` is a module's own dict, which both bring along as the same object.
+# Each of these returns one argument's value in a call. They are objects or partial functions, not closures, so that deepcopy
+# and pickle work; `parameters` is the module's own dict, and a copy refers to the dict of the copied module.
 
 
 @dataclass
@@ -31,7 +28,7 @@ class Parameter:
     name: str
     taken: Weight
     owner: nn.Module
-    frozen: Frozen | None = None  # stands in an op for one that is quantised
+    frozen: Frozen | None = None  # replaces a quantised parameter in an op
 
     def __call__(self, call: Inputs) -> Tensor:
         value, (_, form, part, count) = self.parameters[self.name], self.taken
@@ -50,7 +47,7 @@ class Parameter:
         return call.parts[key][part]
 
     def hold(self) -> bool:
-        """Makes what stands for a quantised parameter, unless it is held, of these very tensors and in its module's dtype."""
+        """Creates the Frozen of a quantised parameter, unless the held one has the same tensors and dtype. Returns True."""
         value, held, dtype = self.parameters[self.name], self.frozen, compute_dtype(self.owner)
         value = self.owner if type(value) in PLAIN else value  # bitsandbytes' parametrization of it
         if held is None or not is_made_of(value, held.parts) or held.dtype != (dtype or held.dtype):
@@ -82,8 +79,8 @@ def scale_of(module: nn.Module, adapter: str, call: Inputs) -> float:
 
 @dataclass
 class Arguments:
-    """Those of a template, some of which are live. kind: dict, by name, tuple or list. switches: by name of a low-rank update
-    the layer that leaves it out while it is switched off."""
+    """Evaluates a template in a call. live: the entries that each call evaluates; kind: dict (by name), tuple or list;
+    switches: by the name of a low-rank update, the layer whose SWITCH leaves it out."""
 
     template: dict[Any, Any]
     live: list[tuple[Any, Callable[[Inputs], Any]]]
@@ -91,20 +88,20 @@ class Arguments:
     switches: dict[str, nn.Module]
 
     def __call__(self, call: Inputs) -> Any:
-        found = self.template | {name: get(call) for name, get in self.live}
+        arguments = self.template | {name: get(call) for name, get in self.live}
         for name, layer in self.switches.items():
             if getattr(layer, SWITCH):
-                del found[name]
-        if self.switches and not found:
+                del arguments[name]
+        if self.switches and not arguments:
             return None
-        return found if self.kind is dict else self.kind(found.values())
+        return arguments if self.kind is dict else self.kind(arguments.values())
 
 
-SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left out for now, as in disable_adapter()?
+SWITCH = "_disable_adapters"  # of peft's layers: true while the low-rank update is left out, as in disable_adapter()
 
 
 def switch_of(module: nn.Module, update: Update) -> str | None:
-    """The path of the layer inside the module that leaves the update out while its SWITCH is true."""
+    """Returns the path of the layer that leaves the update out while its SWITCH is true; None if there is none."""
     path = update.a.path
     while path:
         path = path.rpartition(".")[0]
@@ -114,31 +111,31 @@ def switch_of(module: nn.Module, update: Update) -> str | None:
 
 
 def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
-    """(path, name) of the attributes that each call reads anew."""
-    switches = (switch_of(module, one) for one in templates(template, Update))
+    """Returns the (path, name) of each attribute that every call reads anew."""
+    switches = (switch_of(module, update) for update in templates(template, Update))
     return {
-        *((one.path, one.attribute) for one in templates(template, Probability)),
-        *((one.path, SCALING) for one in templates(template, Scale)),
+        *((probability.path, probability.attribute) for probability in templates(template, Probability)),
+        *((scale.path, SCALING) for scale in templates(template, Scale)),
         *((path, SWITCH) for path in switches if path is not None),
     }
 
 
 @contextlib.contextmanager
 def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
-    """With other scales of low-rank updates. Yields whether there are any."""
-    held = {one: getattr(module.get_submodule(one.path), SCALING) for one in templates(template, Scale)}
-    before = {one: scales[one.adapter] for one, scales in held.items()}
-    for i, (one, scales) in enumerate(held.items()):
-        scales[one.adapter] = (1.5 + i) * before[one]
+    """Changes the scales of low-rank updates for a while. Yields whether there are any."""
+    held = {scale: getattr(module.get_submodule(scale.path), SCALING) for scale in templates(template, Scale)}
+    before = {scale: scales[scale.adapter] for scale, scales in held.items()}
+    for i, (scale, scales) in enumerate(held.items()):
+        scales[scale.adapter] = (1.5 + i) * before[scale]
     try:
         yield bool(held)
     finally:
-        for one, scales in held.items():
-            scales[one.adapter] = before[one]
+        for scale, scales in held.items():
+            scales[scale.adapter] = before[scale]
 
 
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
-    """How to get the live value of a template; None for a constant."""
+    """Returns a function from a call's Inputs to the live value of a template's entry; None for a constant."""
     if isinstance(value, Weight):
         path, _, name = value.path.rpartition(".")
         owner = module.get_submodule(path)
@@ -153,31 +150,32 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     if isinstance(value, Scale):
         return partial(scale_of, module.get_submodule(value.path), value.adapter)
     if isinstance(value, (dict, tuple, list)):
-        found = arguments_getter(module, value)
-        return found if found.live else None
+        arguments = arguments_getter(module, value)
+        return arguments if arguments.live else None
     return None
 
 
 def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Arguments:
     kind = next(kind for kind in (dict, tuple, list) if isinstance(template, kind))
-    given = template if kind is dict else dict(enumerate(template))
-    live = [(name, get) for name, one in given.items() if (get := getter(module, one))]
-    paths = {name: switch_of(module, one) for name, one in given.items() if isinstance(one, Update)}
+    values = template if kind is dict else dict(enumerate(template))
+    live = [(name, get) for name, value in values.items() if (get := getter(module, value))]
+    paths = {name: switch_of(module, value) for name, value in values.items() if isinstance(value, Update)}
     switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
-    return Arguments(given, live, kind, switches)
+    return Arguments(values, live, kind, switches)
 
 
-# Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.
+# Rotary tables in the op's form, by the original tensor, which the layers of one forward share.
 _TABLES = WeakTensorKeyDictionary()
 
 
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
-    """An argument as the op reads it: "" as it is, "t" its transpose, "+1" one more.
+    """Returns an argument in the form that the op reads: "" unchanged, "t" transposed, "+1" plus one.
 
-    A mask: "columns" and "last columns", of which the first or last `length` count; "all heads", [B, S] of keys or [B, S, S] of
-    rows and keys. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
-    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
-    "imag" of one complex table [..., S, R / 2].
+    Masks: "columns" and "last columns" take the first or last `length` columns; "all heads" adds the dimension of heads to [B,
+    S] of keys or [B, S, S] of rows and keys.
+    Rotary tables, [..., 1, S, R] or [B, S, 1, R], cut to `length` rows: "table" unchanged; "twice", "each twice" and
+    "sublayers" repeat columns that are stored once, or in another order than the op's; "real" and "imag" take a part of a
+    complex table [..., S, R / 2].
     """
     if not form:
         return tensor
@@ -210,7 +208,7 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
 
 
 def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
-    """A rotary table as the op reads it."""
+    """Returns a rotary table in the form that the op reads."""
     if tensor.dim() == 4:
         tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
     tensor = tensor[..., :length, :]
@@ -224,7 +222,7 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
 
 
 def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:
-    """What an op, or each of its sublayers, is given under these names."""
+    """Yields the values that an op, or each of its sublayers, has under these argument names."""
     for key, value in template.items():
         if isinstance(value, dict):
             yield from values_of(value, *names)
@@ -233,5 +231,5 @@ def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:
 
 
 def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments that an op, or each of its sublayers, is given under these names."""
+    """Returns the call's arguments that an op, or each of its sublayers, has under these argument names."""
     return templates(list(values_of(template, *names)), Argument)

@@ -1,6 +1,6 @@
-"""Reads attention: its projections, output gate, q/k norm, rotary tables, masks and sinks, around its core (core.py); and
-multi-head latent attention (DeepSeek-V2), whose k and v are projected from a latent, and a part of k that is rotated is one for
-all heads."""
+"""Reads attention around its core (core.py): projections, output gate, q/k norm, rotary tables, masks and sinks. Also reads
+multi-head latent attention (DeepSeek-V2), where k and v are projected from a latent and all heads share the rotated part of
+k."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .reading import (
 )
 from .trace import Node, Unreadable, leaves_of
 
-# What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
+# Functions of rotary embeddings. Any other, such as a clamp, may have no effect on the numbers of a check.
 ROTATING = (
     "add",
     "mul",
@@ -45,41 +45,41 @@ ROTATING = (
 
 @dataclass
 class Projection:
-    """What lies between a core's operand and the linear layers that it comes from."""
+    """Lists what lies between an operand of core attention and the linear layers that it comes from."""
 
     linears: tuple[Node, ...] = ()
     norms: tuple[Node, ...] = ()
-    outside: tuple[Node, ...] = ()  # arguments and other tensors that meet it: rotary tables
-    from_first_row: bool = True  # are these used, in views of them?
+    outside: tuple[Node, ...] = ()  # arguments and other tensors on the way: rotary tables
+    from_first_row: bool = True  # views of these begin at their first row
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
     unit: bool = False  # rows have length 1: torch's normalize
 
 
 def read_attention(steps: Steps, node: Node) -> Reading:
-    """The sublayer, whose q, k and v are projected from its input, or from a latent. Raises Unreadable."""
+    """Returns the attention sublayer, whose q, k and v are projected from its input or from a latent. Raises Unreadable."""
     if isinstance(steps.leaf(node), nn.MultiheadAttention):
         return _of_module(steps, node)
     out = steps.linear(node, "the branch's end")
     gate, inner = None, out.input
-    for one, o in inner.pairs if inner.is_function("mul") else ():
-        one = steps.strip(one)
-        if one.is_function("sigmoid") or isinstance(steps.leaf(one), nn.Sigmoid):
-            gate, inner = steps.input_of(one), steps.strip(o)  # o * sigmoid(linear(x))
+    for sigmoid, o in inner.pairs if inner.is_function("mul") else ():
+        sigmoid = steps.strip(sigmoid)
+        if sigmoid.is_function("sigmoid") or isinstance(steps.leaf(sigmoid), nn.Sigmoid):
+            gate, inner = steps.input_of(sigmoid), steps.strip(o)  # o * sigmoid(linear(x))
             break
     core, k = read_core(steps, inner), Projection()
-    q, v = (projection(steps, one, Projection()) for one in (core.query, core.value))
+    q, v = (projection(steps, operand, Projection()) for operand in (core.query, core.value))
     for part in joined_of(steps, core.key):
         k = projection(steps, part, k)
     if v.norms or v.outside or v.factor != 1.0 or v.unit:
         raise Unreadable("v is changed between its projection and core attention")
-    kv_a = [one for one in k.linears if one not in v.linears]
+    kv_a = [linear for linear in k.linears if linear not in v.linears]
     if gate is None and len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2:
         if q.norms or k.norms:
             raise Unreadable("q or k of latent attention is changed between its projection and core attention")
         if len(core.query.shape) != 4:
             raise Unreadable(
-                f"latent attention of queries {list(core.query.shape)}, which do not tell the number of heads"
+                f"latent attention has queries {list(core.query.shape)}, which do not show the number of heads"
             )
         arguments, x = _latent_projections(steps, q.linears[0], kv_a[0], v.linears[0], out)
         arguments["num_heads"], choices = core.query.shape[1], []
@@ -98,51 +98,54 @@ def read_attention(steps: Steps, node: Node) -> Reading:
     return Reading(arguments, x, [*choices, rotary])
 
 
-# -- what is before it
+# -- projections and what follows them
 
 
-def projection(steps: Steps, node: Node, found: Projection, apart: bool = False) -> Projection:
-    """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
+def projection(steps: Steps, node: Node, result: Projection, apart: bool = False) -> Projection:
+    """Adds all linear layers behind a node to `result`, with the norms, outside tensors and factors on the way, and returns
+    it. apart: no linear layer is behind the node."""
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
-        if node not in found.linears:
+        if node not in result.linears:
             steps.layers_read += 1
-            found.linears += (node,)
-        return found
+            result.linears += (node,)
+        return result
     if node.kind in ("argument", "constant", "parameter"):
-        if node not in found.outside:
-            found.outside += (node,)
-        found.from_first_row &= _from_first_row(view)
-        return found
+        if node not in result.outside:
+            result.outside += (node,)
+        result.from_first_row &= _from_first_row(view)
+        return result
     how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
     is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
-        if node not in found.norms:
-            found.norms += (node,)
+        if node not in result.norms:
+            result.norms += (node,)
     elif node.is_function("normalize") and is_unit:
-        found.unit = True
+        result.unit = True
     elif not node.is_function(*ROTATING):
-        raise steps.refuse("between projection and core is", node)
+        raise steps.refuse("an unsupported step between projection and core attention:", node)
     elif (factor := steps.factor(node)) is not None:
-        found.factor *= factor
-    found.is_complex |= node.is_function("view_as_complex")
-    for one in node.inputs:
-        if apart or _reads_linear(steps, one):
-            found = projection(steps, one, found, apart)
+        result.factor *= factor
+    result.is_complex |= node.is_function("view_as_complex")
+    for operand in node.inputs:
+        if apart or _reads_linear(steps, operand):
+            result = projection(steps, operand, result, apart)
             continue
         try:
-            found = projection(steps, one, replace(found), True)
+            result = projection(steps, operand, replace(result), True)
         except Unreadable:
-            found.outside += (one,)  # a table that is computed
-    return found
+            result.outside += (operand,)  # a table that is computed
+    return result
 
 
 def _reads_linear(steps: Steps, node: Node) -> bool:
-    return steps.linear_of(steps.strip(node)) is not None or any(_reads_linear(steps, one) for one in node.inputs)
+    return steps.linear_of(steps.strip(node)) is not None or any(
+        _reads_linear(steps, operand) for operand in node.inputs
+    )
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Are these nodes of one tensor, or of the same function of such nodes?"""
+    """Returns whether two nodes are the same tensor, or the same function of such nodes."""
     if a is b or not isinstance(a, Node) or not isinstance(b, Node):
         return a == b
     ours, theirs = a.leaves, b.leaves
@@ -151,39 +154,39 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
-    """(arguments, the node that the projections read, choices)."""
-    if any(len(one.linears) != 1 for one in (q, k, v)):
+    """Returns (arguments, the node that the projections read, choices). Raises Unreadable."""
+    if any(len(part.linears) != 1 for part in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
-    nodes = [one.linears[0] for one in (q, k, v)]
-    layers = [steps.linear(one, "a projection") for one in nodes]
-    crossing = _crossing(*(one.input for one in layers))
+    nodes = [part.linears[0] for part in (q, k, v)]
+    layers = [steps.linear(node, "a projection") for node in nodes]
+    crossing = _crossing(*(layer.input for layer in layers))
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
     gated = {}
     if gate is nodes[0]:
         if gate in nodes[1:]:
-            raise Unreadable("a gate in one projection with q and k or v")
+            raise Unreadable("an output gate shares one projection with q and k or v")
         gated, rows = {"gate_in_query": True}, rows // 2
     elif gate is not None:
-        layer = steps.linear(gate, "what an output gate's sigmoid reads")
+        layer = steps.linear(gate, "the input of an output gate")
         if layer.update is not None:
-            raise Unreadable("a low-rank update of an output gate")
+            raise Unreadable("an output gate has a low-rank update")
         if layer.input is not x:
-            raise Unreadable("an output gate of another tensor than q's projection reads")
+            raise Unreadable("an output gate and q's projection read different tensors")
         gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
-        # a matmul of [B H, S, D] does not tell the number of heads
+        # a matmul of [B H, S, D] does not show the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
-            raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
+            raise Unreadable(f"a packed projection has {rows} rows, which do not fit {H} heads of {D}")
         arguments = layers_as(qkv=layers[0], out=out)
         choices = [[{}, {"qkv_layout": "heads"}]]
         return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
     if nodes[1] is nodes[2]:  # q, and k with v
         layers[1:] = layers[1].rows(0, 2), layers[1].rows(1, 2)
-    biases = [one.bias for one in layers]
+    biases = [layer.bias for layer in layers]
     arguments = {
-        "qkv_weight": [one.weight for one in layers],
+        "qkv_weight": [layer.weight for layer in layers],
         "qkv_bias": biases if any(b is not None for b in biases) else None,
         "num_heads": rows // D,
         "num_kv_heads": layers[1].out_features // D,
@@ -195,13 +198,13 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
 
 
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
-    """What the projections of k and v read, if it is not what that of q reads."""
+    """Returns the argument `key_value` if k and v are projected from another tensor than q; {} otherwise. Raises Unreadable."""
     if query is key is value:
         return {}
     if key is not value:
         raise Unreadable("k and v are projected from different tensors")
     if key.kind != "argument":
-        raise Unreadable("cross-attention to a tensor that is computed inside")
+        raise Unreadable("cross-attention reads a tensor that is computed inside")
     return {"key_value": Argument(key.source)}
 
 
@@ -220,38 +223,40 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
         raise Unreadable("q and k do not have one norm each")
-    found = [steps.norm(one.norms[0]) for one in (q, k)]
-    if found[0].kind != found[1].kind or found[0].eps != found[1].eps:
-        raise Unreadable(f"two kinds of norm of q and k: {found[0]} and {found[1]}")
-    if any(one.weight is None for one in found):
-        raise Unreadable("norms of q and k without a weight")
-    pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
-    return {"qk_norm": pairs, "qk_norm_eps": found[0].eps, "qk_norm_kind": found[0].kind}
+    norms = [steps.norm(part.norms[0]) for part in (q, k)]
+    if norms[0].kind != norms[1].kind or norms[0].eps != norms[1].eps:
+        raise Unreadable(f"q and k have different norms: {norms[0]} and {norms[1]}")
+    if any(norm.weight is None for norm in norms):
+        raise Unreadable("the norms of q and k have no weight")
+    pairs = tuple(norm.weight if norm.bias is None else (norm.weight, norm.bias) for norm in norms)
+    return {"qk_norm": pairs, "qk_norm_eps": norms[0].eps, "qk_norm_kind": norms[0].kind}
 
 
 def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
-    """The arguments with which q and k may be rotated."""
+    """Returns the arguments by which q and k may be rotated, a dict for each way."""
     if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
         return [{"rotary": None}]
-    if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
-        tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
+    if len(q.outside) == 2 and all(table.kind == "function" and 1 in table.shape[1:3] for table in q.outside):
+        tables = tuple(Computed(call(Tensor.squeeze, table, 1 if table.shape[1] == 1 else 2)) for table in q.outside)
         return [{"rotary": tables, "rotary_interleaved": interleaved} for interleaved in (False, True)]
-    kinds = [one.kind for one in q.outside]
+    kinds = [table.kind for table in q.outside]
     is_complex = q.is_complex and k.is_complex and kinds == ["argument"]
     if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
-        found = ", ".join(map(steps.describe, q.outside))
-        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {found}")
+        names = ", ".join(map(steps.describe, q.outside))
+        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {names}")
     if not (q.from_first_row and k.from_first_row):
-        raise Unreadable("rotary tables that are not read from their first row")
+        raise Unreadable("rotary tables are not read from their first row")
     if is_complex:
         tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
         return [{"rotary": tables, "rotary_interleaved": True}]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
     return [
         {
-            "rotary": tuple((Argument if one.kind == "argument" else Weight)(one.source, form) for one in q.outside),
+            "rotary": tuple(
+                (Argument if table.kind == "argument" else Weight)(table.source, form) for table in q.outside
+            ),
             "rotary_interleaved": interleaved,
         }
         for form, interleaved in forms
@@ -259,7 +264,7 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
 
 
 def _from_first_row(view: Node) -> bool:
-    """Is it made by views that begin at the first row?"""
+    """Returns whether the view begins at the tensor's first row."""
     while view.inputs:
         if view.is_function("__getitem__"):
             keys = leaves_of(view.args[1])
@@ -272,7 +277,7 @@ def _from_first_row(view: Node) -> bool:
 
 
 def is_causal_buffer(steps: Steps, mask: Node) -> bool:
-    """Does the mask come from a buffer that is causal as a whole, not only in the rows of this example?"""
+    """Returns whether the mask is a view of a buffer that is causal as a whole, not only in the rows of this example."""
     while mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
         mask = mask.inputs[0]
     if mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
@@ -287,12 +292,13 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
 
 
 def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
-    """attn_mask and is_causal, from what is added to the scores or hides some. seen: is emptied."""
-    found, causal = [], False
+    """Returns the arguments attn_mask and is_causal for the masks `seen`, which are added to the scores or hide some.
+    Empties `seen`."""
+    pairs, causal = [], False
     while seen:
-        one = seen.pop()
-        node = steps.strip(one)
-        if is_causal_buffer(steps, one):
+        addend = seen.pop()
+        node = steps.strip(addend)
+        if is_causal_buffer(steps, addend):
             causal = True
         elif node.is_function("add", of=2):
             seen += node.inputs
@@ -304,24 +310,24 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
             else:
                 causal = True  # a guess, which must hold for another length too
         else:
-            alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (one, node))  # it may be expanded
-            found.append((alike, _mask(steps, one, sliced)))
-    if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
-        if any(isinstance(mask, Argument) for _, mask in found):
-            raise Unreadable(f"{len(found)} masks are added")
+            alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (addend, node))  # it may be expanded
+            pairs.append((alike, _mask(steps, addend, sliced)))
+    if len(pairs) > 2:  # computed masks are added up: those that are equal in all heads, and the others
+        if any(isinstance(mask, Argument) for _, mask in pairs):
+            raise Unreadable(f"{len(pairs)} masks are added")
         sums: dict[bool, Node] = {}
-        for alike, mask in found:
+        for alike, mask in pairs:
             sums[alike] = call(torch.add, sums[alike], mask.node) if alike in sums else mask.node
-        found = [(alike, Computed(node)) for alike, node in sums.items()]
+        pairs = [(alike, Computed(node)) for alike, node in sums.items()]
     # of two masks the first may be trained: that is a bias, which differs from head to head
-    masks = [mask for _, mask in sorted(found, key=lambda one: one[0])]
+    masks = [mask for _, mask in sorted(pairs, key=lambda pair: pair[0])]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
 def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed | None:
-    """The argument that the core's mask is, and how it is viewed; or what it is computed of. sliced: it may have more columns
-    than there are keys."""
+    """Returns a mask as an argument of the call, in the form in which it is viewed, or as a computed tensor. sliced: the
+    mask may have more columns than there are keys."""
     if seen is None:
         return None
     mask = steps.strip(seen)
@@ -346,20 +352,20 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed 
 
 
 def _of_module(steps: Steps, node: Node) -> Reading:
-    """Attention by an nn.MultiheadAttention inside the module."""
+    """Returns attention by an nn.MultiheadAttention inside the module. Raises Unreadable."""
     module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
-        raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
+        raise Unreadable("nn.MultiheadAttention is called with need_weights, or is not batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
-        raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
+        raise Unreadable("nn.MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn")
     query, key, value = (steps.strip(call[name]) for name in ("query", "key", "value"))
     crossing = _crossing(query, key, value)
     masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
-        raise Unreadable("nn.MultiheadAttention with a mask for each head")
+        raise Unreadable("nn.MultiheadAttention gets a mask for each head")
     bias = module.in_proj_bias is not None
     arguments = {
         "qkv_weight": Weight(f"{path}.in_proj_weight"),
@@ -381,7 +387,7 @@ EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
 def joined_of(steps: Steps, node: Node) -> list[Node]:
-    """What a tensor is joined of: of a cat, or of what was written to parts of an empty one."""
+    """Returns the tensors that a tensor is joined from, by a cat or by writes into parts of an empty tensor."""
     node = steps.strip(node)
     if node.is_function("cat"):
         return node.inputs
@@ -395,7 +401,7 @@ def joined_of(steps: Steps, node: Node) -> list[Node]:
 
 
 def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Layer) -> tuple[dict[str, Any], Node]:
-    """(arguments, the node that the projections read)."""
+    """Returns (arguments, the node that the projections read). Raises Unreadable."""
     layers = {
         "q": steps.linear(q, "q"),
         "kv_a": steps.linear(kv_a, "the latent"),
@@ -404,7 +410,7 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
     x, norms = layers["kv_a"].input, {}
 
     def before_norm(name: str, node: Node) -> Node:
-        """What the norm of this latent reads, or the node itself."""
+        """Returns what the norm of this latent reads, or the node itself if there is no norm."""
         if (norm := steps.norm(node)) is None:
             return node
         norms[name] = norm
@@ -417,14 +423,14 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
         if layers["q_a"].input is not x:
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
-        raise Unreadable("latent attention with low-rank updates")
-    found = layers_as(**layers)
+        raise Unreadable("latent attention has low-rank updates")
+    arguments = layers_as(**layers)
     for name, norm in norms.items():
         if norm.kind != "rms" or norm.bias is not None:
-            raise Unreadable("a norm of a latent that is not an RMS norm")
+            raise Unreadable("the norm of a latent is not an RMS norm")
         if norm.weight is None:
-            raise Unreadable("a norm of a latent without a weight")
-        if found.setdefault("latent_norm_eps", norm.eps) != norm.eps:
-            raise Unreadable("norms of latents that differ in their epsilon")
-        found[f"{name}_norm_weight"] = norm.weight
-    return found, x
+            raise Unreadable("the norm of a latent has no weight")
+        if arguments.setdefault("latent_norm_eps", norm.eps) != norm.eps:
+            raise Unreadable("the norms of latents differ in their epsilon")
+        arguments[f"{name}_norm_weight"] = norm.weight
+    return arguments, x

@@ -1,11 +1,11 @@
-"""Replaces a module's forward by the fused call, or by the original if the guard sees a change.
+"""Replaces a module's forward by the fused call, or by the original forward if the guard sees a change.
 
-`bound` finds all that convert set in a model, and `revert` undoes it.
+`bound` lists all that convert set in a model, and `revert` undoes it.
 
-Hooks: some last for a call of the model, such as those by which peft tells adapters which sample is whose (`adapter_names`),
-and are gone when backward recomputes; the recompute runs with those that were there in forward. Placeholders stand for
-attention's probabilities, which hardly any caller reads: the original forward computes them when they are read. Groups: several
-layers in a row that a model calls one by one are one checkpointed region.
+Hooks: some last for one call of the model, such as those of peft's `adapter_names`, and are gone when backward recomputes; the
+recompute runs with the hooks of the forward. Placeholders: attention's probabilities, which callers rarely read, are computed
+by the original forward when they are read. Groups: several layers in a row, which a model calls one by one, form one
+checkpointed region.
 """
 
 from __future__ import annotations
@@ -52,48 +52,50 @@ from .report import AGAIN, RAN, Row, warn_of, warn_once
 from .sharding import set_class
 from .trace import Call, leaves_of, mapped, recomputed, tensors_in
 
-ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
+ORIGINAL_CLASS = "_ckptkern_class"  # attribute with the class of a module before its drop-in replacement
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
-# What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
+# Attributes of a placeholder that need no values: data parallelism reads them of all outputs, to hook those with a gradient.
 ANSWERED = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
 )
 
 
 class Original:
-    """One call of an original forward, which runs when the first of its other results is read."""
+    """Runs one call of an original forward when the first of its other results is read."""
 
     def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
-        self.forward, self.made = forward, []
+        self.forward, self.results = forward, []
         self.reads = [
-            one for one in (*module.parameters(), *flat) if isinstance(one, Tensor) and not one.is_inference()
+            tensor
+            for tensor in (*module.parameters(), *flat)
+            if isinstance(tensor, Tensor) and not tensor.is_inference()
         ]
-        self.versions = [one._version for one in self.reads]
+        self.versions = [tensor._version for tensor in self.reads]
 
     def leaf(self, at: int) -> Tensor:
-        if not self.made:
-            if [one._version for one in self.reads] != self.versions:
+        if not self.results:
+            if [tensor._version for tensor in self.reads] != self.versions:
                 raise RuntimeError(
                     "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
                     "their layer has changed since the call; read them before the optimizer's step"
                 )
-            self.made = tree_flatten(self.forward())[0]
-        return self.made[at]
+            self.results = tree_flatten(self.forward())[0]
+        return self.results[at]
 
 
 class Unread(Tensor):
-    """Attention's probabilities until they are read: any function that takes them gets values, which a gradient flows through.
-    Their dropout samples anew."""
+    """Stands for attention's probabilities until they are read: any function that takes them gets values, through which
+    gradients flow. Their dropout samples anew."""
 
     original: Original
     at: int
 
     @staticmethod
     def __new__(cls, original: Original, at: int, like: Tensor) -> Unread:
-        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
-        made.original, made.at = original, at
-        return made
+        placeholder = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
+        placeholder.original, placeholder.at = original, at
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -104,15 +106,16 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        def values(one: Tensor) -> Tensor:
-            return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
+        def values(tensor: Tensor) -> Tensor:
+            return tensor.__dict__["original"].leaf(tensor.__dict__["at"]) if type(tensor) is Unread else tensor
 
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """held: each dict of hooks, and what was in it. What bitsandbytes parametrizes has hooks, and is read in its 4 bits."""
+    """Calls `run` with earlier hooks, and with the weights that bitsandbytes parametrizes read in 4 bits. held: each dict of
+    hooks, with its earlier contents."""
     changed = [(own, was, dict(own)) for own, was in held if own != was]
     try:
         for own, was, _ in changed:
@@ -137,22 +140,21 @@ ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  
 TOKEN_WISE = ("mlp_block", "linear_stack", "linear_act")
 UNSEEN = object()
 LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
-FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
-REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
+FILLED = "its cache of keys and values is not empty. Pass use_cache=False in training"
+REMEMBERED = 64  # patterns stored for a module; numbers among its arguments may differ in each call
 
 
 def mode_of(op: str, activation: str | None, mode: str) -> str:
-    """An op's mode in a model at `mode`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
-    would save its widest tensors."""
+    """Returns an op's mode in a model at `mode`. "selective" saves attention's result and the bits of a relu; an MLP then
+    runs at "full", because its own "selective" saves its widest tensors."""
     if mode != "selective" or op in ATTENDING:
         return mode
     return mode if (op, activation) == ("linear_act", "relu") else "full"
 
 
 class Segment:
-    """A fused op in place of a forward, as `reading` says. template: the op's arguments; x: the argument that is its input;
-    caches: arguments that collect keys and values, which a fused call does not fill.
-    """
+    """Runs a fused op in place of a forward, as `reading` says. template: the op's arguments; x: the index of the argument
+    that is its input; caches: the arguments that collect keys and values, which a fused call leaves empty."""
 
     def __init__(self, module: nn.Module, reading: Reading, caches: Collection[int] = ()):
         self.module, self.reading, self.caches = module, reading, caches
@@ -161,29 +163,29 @@ class Segment:
         self.router = module.get_submodule(reading.logits_of) if reading.logits_of else None
         self.attends = self.op in ATTENDING
         self.arguments = arguments_getter(module, template)
-        self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
-        found = {one.index for one in templates(template, Argument)}
+        self.inputs = [x, *(argument.index for argument in named(template, "key_value", "top_k_weights"))]
+        indices = {argument.index for argument in templates(template, Argument)}
         self.conditions, self.computes = conditions(template), any(templates(template, Computed))
         # of two masks of an attention, the first may be trained
         masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
-        self.biases = [one.index for one, *_ in masks if isinstance(one, Argument)]
+        self.biases = [first.index for first, *_ in masks if isinstance(first, Argument)]
         self.excludes = any(values_of(template, "mask_is_exclusion"))
-        found |= {i for _, *second in masks for i in conditions(second)}
-        self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
+        indices |= {i for _, *second in masks for i in conditions(second)}
+        self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op computes no gradient of these
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
-    def given(self, flat: list[Any]) -> dict[str, Any]:
-        """The op's arguments in a call."""
+    def op_arguments(self, flat: list[Any]) -> dict[str, Any]:
+        """Returns the op's arguments in a call with these values."""
         return self.arguments(Inputs(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
     @property
     def unread(self) -> bool:
-        """Does the forward return probabilities, for which placeholders stand?"""
+        """Returns whether the forward returns probabilities, for which placeholders stand."""
         return self.reading.result is not None and Unread in self.reading.result[1]
 
     def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
-        """The op's result, in the call with these values."""
-        arguments = self.given(flat)
+        """Returns the op's result in a call with these values."""
+        arguments = self.op_arguments(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
@@ -198,7 +200,7 @@ class Segment:
     def __call__(
         self, flat: list[Any], mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None
     ) -> object:
-        """What forward returns. forward: the original one, for what is computed when it is read."""
+        """Returns what the module's forward returns. forward: the original forward, for results that are computed when read."""
         return self.returned(self.y(flat, mode, workspace), flat, forward)
 
     def returned(self, y: Tensor, flat: list[Any], forward: Callable[[], object] | None = None) -> object:
@@ -210,7 +212,7 @@ class Segment:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
                 results.append(flat[leaf.index])
-            elif leaf is Unread and original is not None:  # for which nothing stands without a forward
+            elif leaf is Unread and original is not None:  # without a forward there is no placeholder
                 results.append(Unread(original, i, y))
             else:
                 results.append(y if i == at else None)
@@ -218,20 +220,20 @@ class Segment:
 
 
 class Forward:
-    """What convert sets as a module's `forward`.
+    """Replaces a module's `forward`.
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
-    sublayer of a transformer_layer. workspace: of its op, if it has one. store: where what is saved goes; a copy of the module
-    has none. calls: how many calls with gradients ran fused, as an activation checkpoint, and in training as the original
-    forward, without those under torch.compile. name: of its row.
+    sublayer of a transformer_layer. workspace: its op's, if it has one. store: where saved tensors go; a copy of the module has
+    none. calls: the number of calls with gradients that ran fused, as an activation checkpoint, and in training as the original
+    forward, without those under torch.compile. name: its row's.
     """
 
-    differs = False  # did the last call run otherwise than the row says?
+    differs = False  # the last call did not run as the row says
     is_token_wise = False
     is_region = True  # it bounds its own memory: a layer around it that runs in parts calls it as a whole
     workspace: int | str | None = None
     store: Store | None = None
-    group: tuple[Any, int] | None = None  # (a Group, its place there)
+    group: tuple[Any, int] | None = None  # (a Group, its place in it)
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
@@ -243,7 +245,7 @@ class Forward:
         return self.__dict__ | {"store": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process the attention implementation that the configuration names may not be known yet."""
+        """Restores the object, and registers the attention implementation, which another process may not know yet."""
         self.__dict__.update(state)
         if "transformers.masking_utils" in sys.modules:
             masks.register()
@@ -263,7 +265,7 @@ class Forward:
         raise NotImplementedError
 
     def unbind(self) -> None:
-        """Gives its module back the forward that it had."""
+        """Restores the forward that the module had."""
         del self.module.forward
         if self.previous is not None:
             self.module.forward = self.previous
@@ -275,24 +277,26 @@ class Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
-        """The original forward, of which a training call is counted."""
+        """Runs the original forward, and counts a training call."""
         if torch.is_grad_enabled() and self.module.training and not is_compiling():
             self.count("original", why)
         return self.original(*args, **kwargs)
 
     def count(self, ran: str, why: Callable[[], str] | None = None) -> None:
-        """Counts a call. why: the cause and the remedy, if it runs otherwise than the row says, of which it warns once."""
+        """Counts a call. why: the cause and the remedy of a call that does not run as its row says; the first such call
+        warns."""
         self.calls[ran] += 1
         if why is not None and not self.differs:
             warn_of(self.name, ran, type(self.module).__name__, why())
         self.differs = why is not None
 
     def may_leave_empty(self, caches: list[Any]) -> bool:
-        """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
+        """Returns whether this is a training step with empty caches, which then stay empty, as under any activation checkpoint.
+        Warns once.
 
-        Not without gradients: a model in training mode may generate, and reads its caches.
+        A call without gradients is excluded: a model in training mode may generate, and reads its caches.
         """
-        if not (torch.is_grad_enabled() and self.module.training) or any(one.get_seq_length() for one in caches):
+        if not (torch.is_grad_enabled() and self.module.training) or any(cache.get_seq_length() for cache in caches):
             return False
         warn_once("cache", LEFT_EMPTY, 4)
         return True
@@ -304,7 +308,8 @@ class Forward:
         context_fn: Callable = noop_context_fn,
         why: Callable[[], str] | None = None,
     ):
-        """The original forward as an activation checkpoint, in which caches stay empty: a recompute would fill them twice."""
+        """Runs the original forward as an activation checkpoint. Caches stay empty, because a recompute would fill them
+        twice."""
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches:
             if not self.may_leave_empty(caches):
@@ -316,7 +321,7 @@ class Forward:
         self.count("checkpointed", why)
         run = self.recomputed(args, kwargs)
         hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
-        if any(hooks):  # it recomputes with those that are now inside
+        if any(hooks):  # the recompute runs with the present hooks
             run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
         return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
@@ -325,14 +330,14 @@ class Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def recomputed(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
-        """Returns what an activation checkpoint of this call runs."""
+        """Returns the function that an activation checkpoint of this call runs."""
         return MethodType(type(self.module).forward, self.module)
 
 
 class Fused(Forward):
-    """The fused call for arguments of a checked pattern, else the forward of the module's class.
+    """Runs the fused op for arguments of a checked pattern, and the forward of the module's class for others.
 
-    What is not as it was checked (LoRA or a hook inside, a quantized weight) runs the class's forward as an activation
+    If the inside is not as it was checked (LoRA, a hook, a quantized weight), the class's forward runs as an activation
     checkpoint, which saves its inputs alone.
     """
 
@@ -342,10 +347,12 @@ class Fused(Forward):
         self.watch_anew()
 
     def watch_anew(self) -> None:
-        """Takes the inside as it is now for what was checked."""
-        segments = [one for one in self.segments.values() if one is not None]
-        live = live_attributes(self.module, [one.template for one in segments])
-        self.watch = Watch(self.module, self.form.reads, live, {one.reading.logits_of for one in segments} - {""})
+        """Takes the present inside as the checked one."""
+        segments = [segment for segment in self.segments.values() if segment is not None]
+        live = live_attributes(self.module, [segment.template for segment in segments])
+        self.watch = Watch(
+            self.module, self.form.reads, live, {segment.reading.logits_of for segment in segments} - {""}
+        )
 
     def segment_of(self, pattern: tuple) -> Segment | None:
         segment = self.segments.get(pattern, UNSEEN)
@@ -383,7 +390,7 @@ class Fused(Forward):
             return segment(flat, self.recompute, self.workspace)
         try:
             y = segment(flat, self.recompute, self.workspace, functools.partial(self.original, *args, **kwargs))
-        except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
+        except (ShapeError, DtypeError) as refusal:  # the module treats these arguments in another way, or refuses them
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)
         except DeviceError as refusal:
@@ -397,25 +404,27 @@ class Fused(Forward):
 
     @property
     def is_token_wise(self) -> bool:
-        found = [one for one in self.segments.values() if one is not None]
-        # a mask that a slice samples, its recompute would sample anew
-        return all(one.op in TOKEN_WISE and not any(templates(one.template, Probability)) for one in found)
+        segments = [segment for segment in self.segments.values() if segment is not None]
+        # a recompute of a slice would sample another dropout mask
+        return all(
+            segment.op in TOKEN_WISE and not any(templates(segment.template, Probability)) for segment in segments
+        )
 
     def traced(self, *args, **kwargs):
         flat: list[Any] = []
         pattern_of(self.form.counting((args, kwargs)), flat)
         segment = next(filter(None, self.segments.values()))
-        if segment.op in ("moe_block", "moe_mlp"):  # which look at the router's choice
+        if segment.op in ("moe_block", "moe_mlp"):  # which read the router's choice
             return segment.returned(torch.empty_like(flat[segment.x]), flat)
         return segment(flat, "none", None)
 
     def why_changed(self, segment: Segment, flat: list[Any]) -> Callable[[], str] | None:
-        """Says why the original runs as an activation checkpoint; None if the op runs."""
+        """Returns a function that says why the original runs as an activation checkpoint; None if the op runs."""
         if segment.attends and in_context_parallel():
             return lambda: "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
         if any(requires_grad(flat[i]) for i in segment.constants):
             return lambda: (
-                f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
+                f"an argument requires a gradient, which {segment.op} does not compute. Detach it, or pass exclude="
             )
         if (apart := segment.reading.apart) and autocast_dtype(flat[segment.x]) is not None:
             return lambda: (
@@ -428,18 +437,19 @@ class Fused(Forward):
 
 
 def forward_of(module: nn.Module) -> Forward | None:
-    """What convert set as its forward, if it did."""
+    """Returns the Forward that convert set in the module, if it did."""
     own = module.__dict__.get("forward")
     return own if isinstance(own, Forward) else None
 
 
 def is_cache(value: object) -> bool:
-    """Does it collect keys and values, as transformers' caches do?"""
+    """Returns whether the value collects keys and values, as transformers' caches do."""
     return hasattr(value, "get_seq_length")
 
 
 def without_caches(call: Call) -> Call:
-    """A call with None in place of caches. What holds none is the same object: a layer may append to a list."""
+    """Returns the call with None in place of caches. An argument without caches stays the same object: a layer may append to
+    a list."""
 
     def emptied(value: Any) -> Any:
         leaves = leaves_of(value)
@@ -450,11 +460,11 @@ def without_caches(call: Call) -> Call:
 
 
 class General(Forward):
-    """The class's forward as an activation checkpoint, or as it is at recompute="none". decides: what its forward decides is
-    saved (`saved_decisions`), if it decides anything."""
+    """Runs the class's forward as an activation checkpoint, or unchanged at recompute="none". decides: forward makes
+    decisions, which are saved (`saved_decisions`)."""
 
     parts: Parts | None = None
-    how = ""  # it runs, if in parts
+    how = ""  # the forward runs, if in parts
     watches: list[Watch]
 
     def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
@@ -462,7 +472,7 @@ class General(Forward):
         self.context_fn = saved_decisions if decides else noop_context_fn
 
     def cut(self, call: Call) -> None:
-        """Runs it in parts from now on, if its inside can be watched."""
+        """Lets the forward run in parts from now on, if its inside can be watched."""
         with contextlib.suppress(Exception):  # whatever a forward makes of the call
             # and attributes that other calls may read
             whole = dict.fromkeys(path for path, _ in self.module.named_modules())
@@ -475,7 +485,7 @@ class General(Forward):
         return self.checkpointed(args, kwargs, context_fn=self.context_fn)
 
     def share(self, name: str, others: list[tuple[str, General]]) -> None:
-        """Takes the plans of one of these whose module is like its own; otherwise it joins them."""
+        """Takes the plans of one of `others` whose module is like this one; otherwise adds this one to them."""
         if self.parts is None:
             return
         for other_name, other in others:
@@ -495,14 +505,14 @@ class General(Forward):
 
 
 def kinds_inside(forward: Forward) -> list[tuple]:
-    """Returns what runs the modules inside that are converted."""
+    """Returns the path and class of the Forward of each converted module inside, and whether it is token-wise."""
     inside = [(path, forward_of(m)) for path, m in forward.module.named_modules() if m is not forward.module]
-    return [(path, type(one), one.is_token_wise) for path, one in inside if one is not None]
+    return [(path, type(inner), inner.is_token_wise) for path, inner in inside if inner is not None]
 
 
 class Own(Forward):
-    """The forward of a drop-in replacement, which reads its module's own mode. is_composed: did the last call run as a
-    checkpoint of its submodules, which `nn.unmodified.composed` notes?"""
+    """Runs the forward of a drop-in replacement, which reads its module's own mode. is_composed: the last call ran as a
+    checkpoint of its submodules, as `nn.unmodified.composed` notes."""
 
     is_composed = False
 
@@ -515,18 +525,16 @@ class Own(Forward):
         return y
 
     def why_composed(self) -> str:
-        """What inside it no op stands for, or that its call is the cause, and the remedy."""
+        """Returns what inside the module no op supports, or else that its arguments are the cause, with the remedy."""
         for path, m in list(self.module.named_modules())[1:]:
             if not (untouched(m) and dense(m)):
-                return f"{path} has a hook, a forward of its own, or a weight that is no plain memory. {AGAIN}"
-        return (
-            f"no op takes its arguments, or what is inside. See the limits of ckptkern.nn.{type(self.module).__name__}"
-        )
+                return f"{path} has a hook, a forward of its own, or a weight that is not a plain tensor. {AGAIN}"
+        return f"no op supports its arguments or its submodules. See the limits of ckptkern.nn.{type(self.module).__name__}"
 
 
 class Runs(Forward):
-    """nn.Sequential, in which runs of layers are fused or activation checkpoints. runs: (start, stop, what runs them), which is
-    the forward of an nn.Sequential of these layers, set as that."""
+    """Runs an nn.Sequential in which runs of layers are fused or activation checkpoints. runs: (start, stop, the forward of
+    an nn.Sequential of these layers)."""
 
     def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused | General]], recompute: str):
         super().__init__(module, recompute)
@@ -534,7 +542,7 @@ class Runs(Forward):
 
     def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
-            return self.unfused(lambda: f"its layers are others than those that were checked. {AGAIN}", (input,), {})
+            return self.unfused(lambda: f"its layers have changed since the check. {AGAIN}", (input,), {})
         done = 0
         for start, stop, run in self.runs:
             for layer in self.layers[done:start]:
@@ -551,35 +559,35 @@ def requires_grad(value: object) -> bool:
 
 
 class Group:
-    """The layers of one region, by their place in it. An object without tensors, so that deepcopy and pickle take it.
+    """Describes the layers of one region, by their place in it. It holds no tensors, so that deepcopy and pickle work.
 
-    A layer joins the region of the layer before it if it takes what that returned, unchanged. Otherwise, as where the model
-    adds something in between, it begins a region, or runs as it is if no layer is known to join that.
+    A layer joins the region of the layer before it if it takes that layer's result unchanged. Otherwise, as where the model
+    adds something in between, it begins a region, or runs alone if no layer is known to join it.
     """
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        # the place after the last layer's, the region
+        # (the place after the last layer's, the region)
         self.open: tuple[int, Callable[[], Span | None]] = 0, lambda: None
-        self.joined: set[int] = set()  # places of the layers that ever did
-        self.apart: set[int] = set()  # of those that once did not, though there was a region to join
+        self.joined: set[int] = set()  # places of layers that have joined a region
+        self.apart: set[int] = set()  # places of layers that once did not join an open region
 
     def __reduce__(self) -> tuple:
         return Group, (self.names,)
 
     def regions(self, ran: bool) -> list[list[str]]:
-        """The names of the layers of each region: of those that were formed, if a training call ran."""
-        made: list[list[str]] = []
+        """Returns the names of the layers of each region: of the regions that were formed, if a training call ran."""
+        regions: list[list[str]] = []
         for place, name in enumerate(self.names):
             if place and (place in self.joined or not ran):
-                made[-1].append(name)
+                regions[-1].append(name)
             else:
-                made.append([name])
-        return [names for names in made if len(names) > 1]
+                regions.append([name])
+        return [names for names in regions if len(names) > 1]
 
     def call(self, forward: Forward, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         module = forward.module
-        caches = [one for one in (*args, *kwargs.values()) if is_cache(one)]
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if (
             not torch.is_grad_enabled()
             or is_compiling()  # Dynamo does not trace saved-tensor hooks
@@ -601,7 +609,7 @@ class Group:
         else:
             if span is not None:
                 self.apart.add(place)
-            if place + 1 == len(self.names) or place + 1 in self.apart - self.joined:  # none is known to join it
+            if place + 1 == len(self.names) or place + 1 in self.apart - self.joined:  # no layer is known to join it
                 return forward.run(*args, **kwargs)
             span = Span(module, run, args, kwargs)
             result = span.first(args, kwargs)
@@ -610,8 +618,8 @@ class Group:
 
 
 def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
-    """Makes regions of `every` layers in a row, in each list of converted layers. The last ones run by themselves, because
-    their backward comes first."""
+    """Forms regions of `every` layers in a row, in each list of converted layers. The last layers run alone, because their
+    backward comes first."""
     lists: dict[str, list[tuple[str, Forward]]] = {}
     modules = dict(model.named_modules())
     for row in rows:
@@ -633,21 +641,21 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
 
 
 def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
-    found = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
+    """Returns (the attributes of a module or a configuration, the ones that convert set) for each."""
+    pairs = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
     for module in model.modules():
         attributes = vars(module)
         names = OF_DROP_IN if ORIGINAL_CLASS in attributes else ()
         if isinstance(attributes.get("forward"), (Forward, masks.Unpacked)):
             names = (*names, "forward")
-        found.append((attributes, names))
+        pairs.append((attributes, names))
     return [
-        (attributes, {name: attributes[name] for name in names if name in attributes}) for attributes, names in found
+        (attributes, {name: attributes[name] for name in names if name in attributes}) for attributes, names in pairs
     ]
 
 
 def check_not_split(op: str, model: nn.Module) -> None:
-    """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
+    """Raises ValueError if ckptkern.parallel has split a block: its forward wraps the one that convert would set."""
     for module in model.modules():
         for name, style in (("shard", "TensorParallel"), ("context", "ContextParallel")):
             if hasattr(module.__dict__.get("forward"), name):
@@ -655,7 +663,10 @@ def check_not_split(op: str, model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs the forward that it had. Returns the model. ValueError after a parallel style."""
+    """Undoes convert: restores every original forward. Returns the model.
+
+    Raises ValueError if ckptkern.parallel has split a block.
+    """
     check_not_split("revert", model)
     masks.give_back(model)
     for module in model.modules():

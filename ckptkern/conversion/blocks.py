@@ -1,11 +1,10 @@
-"""Makes activation checkpoints around layers that are no fused op, inside of which what was read stays fused; and chooses which
-modules become some where nothing is fused: by what each saves, and what it takes.
+"""Makes activation checkpoints around layers that are not one fused op, inside of which fused parts stay fused. Where nothing
+is fused, chooses the modules to checkpoint by what each saves and what it takes.
 
-One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint of a module saves what
-it takes, and recomputes the rest when its backward runs. Small checkpoints save more inputs, large ones recompute more at once:
-of all bounds on what one may recompute, the one with the least sum of the step's peak and of what stands between forward and
-backward is taken. So a ResNet is cut at its blocks, whether they stand in lists or in attributes, and a long nn.Sequential at
-some of its layers.
+One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint saves a module's inputs,
+and recomputes the rest in backward. Small checkpoints save more inputs, large ones recompute more at once: of all bounds on the
+recomputed bytes, the chosen one has the least sum of the step's peak and of what is saved between forward and backward. So a
+ResNet is cut at its blocks, whether they are in lists or in attributes, and a long nn.Sequential between some of its layers.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, re
 
 
 def is_listed(name: str, module: nn.Module) -> bool:
-    """Returns whether it is one of a list of modules, and made of more than leaves."""
+    """Returns whether the module is a member of a list of modules, and not made of leaves only."""
     return name.rpartition(".")[2].isdigit() and not all(map(is_leaf, module.children()))
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Returns whether transformers' gradient checkpointing runs modules of its class as regions."""
+    """Returns whether transformers' gradient checkpointing wraps modules of this class."""
     return isinstance(getattr(type(module), "gradient_checkpointing", None), bool)
 
 
 def is_layer(name: str, module: nn.Module) -> bool:
-    """Returns whether it is a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's
-    forward."""
+    """Returns whether the module is a layer of a model, with its class's forward: not a stage with layers inside, and not
+    one of a layer's experts."""
     if not ((is_listed(name, module) or is_marked(module)) and runs_class_forward(module)):
         return False
     inner = [(path, m) for path, m in module.named_modules() if m is not module]
@@ -56,28 +55,29 @@ def is_layer(name: str, module: nn.Module) -> bool:
 
 
 def held_by(module: nn.Module) -> list[tuple[str, int]]:
-    """The names and lengths of the lists, dicts and sets that modules inside hold, and the names and ids of tensors in tuples:
-    a state that the next call reads, which a recompute would find changed."""
+    """Returns the names and lengths of lists, dicts and sets that modules inside hold, and the names and ids of tensors in
+    tuples: state that the next call reads, and that a recompute would find changed."""
     held = [item for m in module.modules() for item in m.__dict__.items()]
-    found = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
-    return found + [(name, id(one)) for name, value in held if type(value) is tuple for one in tensors_in(value)]
+    sizes = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
+    return sizes + [(name, id(tensor)) for name, value in held if type(value) is tuple for tensor in tensors_in(value)]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
-    """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
-    made = General(module, recompute)
-    if not holds_sharded(module):  # a forward that no backward follows would leave their state open
-        args, kwargs = without_caches(mapped(lambda one: one, call))  # it may empty a list that it is given
-        # whatever a forward makes of its call in training
+    """Returns an activation checkpoint of the module. It saves the forward's decisions if there are any, or if that cannot
+    be tested."""
+    checkpoint = General(module, recompute)
+    if not holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
+        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # forward may empty a list that it gets
+        # a forward may raise anything in training
         with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
-            made = General(module, recompute, decides(module.forward, *args, **kwargs))
-            made.cut((args, kwargs))
-    return made
+            checkpoint = General(module, recompute, decides(module.forward, *args, **kwargs))
+            checkpoint.cut((args, kwargs))
+    return checkpoint
 
 
 class Around:
-    """A layer before what is inside it is converted: what a training call of it saves. Raises what that call raises, and
+    """Measures what a training call of a layer saves before its inside is converted. Raises what that call raises, and
     StopIteration for a call without a floating-point input."""
 
     def __init__(self, module: nn.Module, call: Call):
@@ -89,75 +89,80 @@ class Around:
         return saved_bytes(self.module, run, self.call, leaves_of(self.call)[self.x])
 
     def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
-        """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
-        and with the same random parameters each time; the buffers and plain attributes that it leaves). Raises Unreadable if
-        it fills containers, which a recompute would fill again, or samples elsewhere than in torch."""
+        """Runs a training step of the layer in float32 at least, always from the same random state and with the same random
+        parameters.
+
+        Returns (all outputs with a graph as one tensor, followed by the gradients; the buffers and plain attributes that the
+        step leaves). Raises Unreadable if the forward fills containers, which a recompute would fill again, or samples
+        elsewhere than in torch.
+        """
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
-            return torch.cat([one.flatten() for one in tensors_in(run(*args, **kwargs)) if one.requires_grad])
+            return torch.cat([tensor.flatten() for tensor in tensors_in(run(*args, **kwargs)) if tensor.requires_grad])
 
         with seeded(), unmoved(self.module), random_parameters(self.module):
             self.module.train()
             call, before, states = mapped(wide, self.call), held_by(self.module), drawn_elsewhere()
             trained = [p for p in self.module.parameters() if p.requires_grad]
-            found = results(outputs, leaves_of(call), [self.x], trained)
+            tensors = results(outputs, leaves_of(call), [self.x], trained)
             if filled := dict(set(held_by(self.module)) - set(before)):
-                raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
+                raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
             if states != drawn_elsewhere():
                 raise Unreadable(
-                    "no activation checkpoint either: its forward draws from Python's or NumPy's random numbers, and a "
+                    "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
                     "recompute samples others. Draw from torch's"
                 )
             left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
-            return found, [*left, *settings(self.module)]
+            return tensors, [*left, *settings(self.module)]
 
     def check(self, forward: General, wanted: tuple[list[Tensor | None], list[Any]] | None = None) -> float:
-        """Returns the largest relative error of a training step with this checkpoint. wanted: what `step` returns without it.
-        Raises Unreadable if it gives or leaves something else."""
-        (theirs, left), (ours, found) = wanted or self.step(self.module.forward), self.step(forward)
+        """Returns the largest relative error of a training step with this checkpoint. wanted: the result of `step` without
+        it. Raises Unreadable if results, buffers or attributes differ."""
+        (theirs, left), (ours, ours_left) = wanted or self.step(self.module.forward), self.step(forward)
         error = difference(ours, theirs)
         if not error <= TOLERANCE:
-            raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
-        for one, other in zip(left, found, strict=True):
-            if isinstance(one, dict) and one != other:
+            raise Unreadable(f"its numbers differ as an activation checkpoint ({error:.1e})")
+        for expected, other in zip(left, ours_left, strict=True):
+            if isinstance(expected, dict) and expected != other:
                 raise Unreadable(
-                    f"no activation checkpoint either: its forward changes {dict(one.items() ^ other.items())}"
+                    f"a checkpoint is not possible either: its forward changes {dict(expected.items() ^ other.items())}"
                 )
-            if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True):
-                raise Unreadable("no activation checkpoint either: its forward changes a buffer")
+            if isinstance(expected, Tensor) and not torch.allclose(expected, other, rtol=TOLERANCE, equal_nan=True):
+                raise Unreadable("a checkpoint is not possible either: its forward changes a buffer")
         if forward.parts is not None:
             self.check_parts(forward, theirs)
         return error
 
     def check_parts(self, forward: General, theirs: list[Tensor | None]) -> None:
-        """Leaves the layer whole if it cannot be cut, or gives other numbers in slices than to rounding."""
+        """Leaves the layer whole if it cannot be cut, or if its results in slices differ by more than rounding."""
         parts, error = forward.parts, math.inf
         parts.slices = SLICES
-        with contextlib.suppress(Exception):  # what a forward makes of it; it then runs as it is
+        with contextlib.suppress(Exception):  # a forward may raise anything in slices; it then runs as a whole
             error = difference(self.step(forward)[0], theirs)
         parts.slices = 0
         how = next(filter(None, parts.plans.values()), None)
         if how is None or not error <= ROUNDING:
-            parts.why = f"in slices it gives other numbers ({error:.1e})" if how else parts.why or "it is not recorded"
+            parts.why = f"its numbers differ in slices ({error:.1e})" if how else parts.why or "it is not recorded"
             parts.is_whole = True
         forward.how = f"as a whole: {parts.why}" if parts.is_whole else f"in parts: {how}"
 
     def checkpointed(self, recompute: str, name: str, others: list[tuple[str, General]]) -> tuple[General, int, float]:
-        """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). others: those of
-        other layers. Raises Unreadable if it does not save less than what is fused inside, or is not the same."""
+        """Returns (the layer's forward as an activation checkpoint, the bytes that it saves, its largest relative error).
+        others: the checkpoints of other layers. Raises Unreadable if it does not save less than what is fused inside, or is
+        wrong."""
         forward = general(self.module, recompute, self.call)
         forward.share(name, others)
         with named_errors():
             inside, after = self.saved(self.module.forward), self.saved(forward)
             if after >= inside:
-                raise Unreadable("an activation checkpoint saves no less")
+                raise Unreadable("an activation checkpoint does not save less")
             return forward, after, self.check(forward)
 
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Raises Unreadable for whatever a forward makes of a checkpoint: the layer stays as it is, and the table says why."""
+    """Raises Unreadable for whatever a forward raises in a checkpoint: the layer stays as it is, and the table says why."""
     try:
         yield
     except Unreadable:
@@ -167,40 +172,40 @@ def named_errors() -> Iterator[None]:
 
 
 def around(module: nn.Module, calls: list[Call]) -> Around | None:
-    """None for a layer that was not called, or whose call cannot be measured."""
-    with contextlib.suppress(Exception):  # whatever a forward makes of a call in training, without its cache
+    """Returns the Around of a layer; None if it was not called, or if its call cannot be measured."""
+    with contextlib.suppress(Exception):  # a forward may raise anything in training without its cache
         return Around(module, calls[0])
     return None
 
 
 def error_of(forward: General, calls: list[Call]) -> float | None:
-    """Returns the error of a checkpoint that need not save less; None if the layer itself cannot be tried. Raises Unreadable if
-    the checkpoint is wrong."""
+    """Returns the largest relative error of a checkpoint, which need not save less; None if the layer itself cannot be
+    tested. Raises Unreadable if the checkpoint is wrong."""
     layer = None if holds_sharded(forward.module) else around(forward.module, calls)
-    parts, forward.parts = forward.parts, None  # nothing runs in parts that was not checked
+    parts, forward.parts = forward.parts, None  # only what was checked runs in parts
     if layer is None:
         return None
     try:
         wanted = layer.step(forward.module.forward)
     except Unreadable:
         raise
-    except Exception:  # whatever a forward makes of random parameters
+    except Exception:  # a forward may raise anything on random parameters
         return None
     forward.parts = parts
     with named_errors():
         return layer.check(forward, wanted)
 
 
-SLICES = 3  # of each part, in a check
-GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it takes
-LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
-BOUNDS = 64  # that are tried
+SLICES = 3  # slices of each part, in a check
+GAIN = 1.5  # a checkpoint saves at least this many times the bytes of its inputs
+LOWER = 0.95  # checkpoints that nobody asked for must lower the peak to this share
+BOUNDS = 64  # number of bounds that are tried
 
 
 @dataclass(eq=False)
 class Called:
-    """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
-    by the clock of writes; inner: the calls in it."""
+    """Describes a call of a module. start, stop: the part of the record that it saves; takes: the storages of its inputs;
+    at: when it began, by the clock of writes; inner: the calls in it."""
 
     module: nn.Module | None
     start: int = 0
@@ -211,8 +216,8 @@ class Called:
 
 
 class Record(Step):
-    """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
-    storage was last written into, on a clock of writes."""
+    """Records what one training forward of a model saves besides parameters and buffers, in order, the calls of its modules,
+    and when each storage was last written, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
         super().__init__(backs=False, holds=True)
@@ -226,15 +231,15 @@ class Record(Step):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for i, one in enumerate(func._schema.arguments):
-            if one.alias_info is not None and one.alias_info.is_write:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
                 self.writes += 1
-                written = self.others(args[i] if i < len(args) else kwargs.get(one.name))
+                written = self.others(args[i] if i < len(args) else kwargs.get(argument.name))
                 self.written |= dict.fromkeys(written, self.writes)
         return func(*args, **kwargs)
 
     def others(self, values: Any) -> Saved:
-        """The storages of what are no parameters and buffers."""
+        """Returns the storages of these values that are not parameters or buffers."""
         storages = memory.storages_of(tensors_in(values))
         return {key: size for key, size in storages.items() if key not in self.names}
 
@@ -258,7 +263,7 @@ class Record(Step):
 
 
 def recorded(model: nn.Module, call: Call) -> Record | None:
-    """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
+    """Records a training forward of the model, and leaves the model as it was. Returns None if the call raises in training."""
     record = Record(model)
     regions = [("", module) for module in outside_of_converted(model)]  # inside, a hook would change what runs
     with contextlib.suppress(Exception):
@@ -269,7 +274,8 @@ def recorded(model: nn.Module, call: Call) -> Record | None:
 
 
 class Cut:
-    """A checkpoint to be: of a module, or of the layers [first, last) of an nn.Sequential. begins: the first that is called."""
+    """Describes a possible checkpoint: of a module, or of the layers [first, last) of an nn.Sequential. begins: the module
+    that is called first."""
 
     def __init__(
         self, record: Record, calls: Sequence[Called], module: nn.Module, layers: tuple[int, int] | None = None
@@ -278,7 +284,7 @@ class Cut:
         self.start, self.stop, self.takes = calls[0].start, calls[-1].stop, calls[0].takes
         self.inside = record.between(self.start, self.stop)
         self.size = sum(self.inside.values())
-        # a recompute would read what was written into what it takes
+        # a recompute would read later writes to its inputs
         self.is_read_only = all(record.written.get(key, 0) <= calls[0].at for key in self.takes)
 
     @property
@@ -287,19 +293,18 @@ class Cut:
 
     @functools.cached_property
     def part(self) -> nn.Module:
-        """The module, or one of these layers alone."""
+        """Returns the module, or an nn.Sequential of these layers alone."""
         return self.module if self.layers is None else nn.Sequential(*list(self.module)[slice(*self.layers)])
 
 
 class Cuts:
-    """Finds what to cut in a recorded model. allowed: the modules that may be checkpoints, as far as the caller is concerned.
-    given: modules that are checkpoints whatever is found, unless they are inside of larger ones. slices: may a Sequential be
-    cut between its layers?"""
+    """Chooses the checkpoints of a recorded model. allowed: the modules that the caller allows; fixed: modules that are
+    checkpoints in any case, unless they are inside larger ones; slices: an nn.Sequential may be cut between its layers."""
 
     def __init__(
-        self, record: Record, allowed: Container[nn.Module], given: Collection[nn.Module] = (), slices: bool = True
+        self, record: Record, allowed: Container[nn.Module], fixed: Collection[nn.Module] = (), slices: bool = True
     ):
-        self.record, self.allowed, self.given, self.slices = record, allowed, given, slices
+        self.record, self.allowed, self.fixed, self.slices = record, allowed, fixed, slices
         self.names = {module: name for name, module in record.model.named_modules()}
         self.calls: dict[nn.Module, list[Called]] = {}
         for called in record.called:
@@ -312,45 +317,47 @@ class Cuts:
             for m, name in self.names.items()
             if m in allowed and m._modules and runs_class_forward(m) and (is_member(name, m) or has_convolutions(m))
         }
-        whole = whole.difference(self.holds, (record.model,)).union(given).intersection(self.calls)
-        self.whole = {m: {one: Cut(record, [one], m) for one in self.calls[m]} for m in whole}
+        whole = whole.difference(self.holds, (record.model,)).union(fixed).intersection(self.calls)
+        self.whole = {m: {called: Cut(record, [called], m) for called in self.calls[m]} for m in whole}
 
     def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
-        """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
+        """Yields the largest checkpoints in a call, or in the whole model, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
         cuts = self.whole.get(called.module, {})
-        if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts.values())):
+        if called.module in self.fixed or (cuts and all(cut.size <= bound and cut.gains for cut in cuts.values())):
             yield cuts[called]
             return
         first, is_list = 0, self.is_list(called)
         while first < len(called.inner):
-            one, cut = called.inner[first], self.run(called, first, bound) if is_list else None
+            inner, cut = called.inner[first], self.run(called, first, bound) if is_list else None
             if cut is not None:
                 yield cut
-            elif not is_converted(one.module):
-                yield from self.within(bound, one)
+            elif not is_converted(inner.module):
+                yield from self.within(bound, inner)
             first = first + 1 if cut is None else cut.layers[1]
 
     def is_list(self, called: Called) -> bool:
-        """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once. It
-        is the only one with layers of these classes: others are a model's blocks."""
+        """Returns whether the call is of an nn.Sequential with convolutions that is called once and calls each of its layers
+        once. It must be the only one with layers of these classes: repeated ones are a model's blocks."""
         module = called.module
         return (
             self.slices
             and type(module) is nn.Sequential
             and runs_class_forward(module)
             and len(self.calls[module]) == 1
-            and [one.module for one in called.inner] == list(module)
+            and [inner.module for inner in called.inner] == list(module)
             and self.kinds[tuple(map(type, module))] == 1
             and module in self.allowed
             and has_convolutions(module)
         )
 
     def run(self, called: Called, first: int, bound: int) -> Cut | None:
-        """Returns the longest run of torch's layers from the first on that is a checkpoint within the bound; None if the first
-        is to be looked into."""
+        """Returns the longest run of leaf layers from `first` on that is a checkpoint within the bound; None if the first
+        layer is to be cut inside."""
         layers = called.inner[first:]
-        most = next((i for i, one in enumerate(layers) if one.module in self.holds or one.module._modules), len(layers))
+        most = next(
+            (i for i, layer in enumerate(layers) if layer.module in self.holds or layer.module._modules), len(layers)
+        )
         for count in range(most, 1, -1):
             cut = Cut(self.record, layers[:count], called.module, (first, first + count))
             if cut.size <= bound and cut.gains:
@@ -358,8 +365,9 @@ class Cuts:
         return None
 
     def peak(self, cuts: Sequence[Cut]) -> tuple[int, int]:
-        """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward comes to a saved tensor, what
-        was saved before it is there, and twice its size for gradients: of a checkpoint, also what it recomputes up to there."""
+        """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward reaches a saved tensor,
+        what was saved before it is still allocated, and twice its size for gradients; in a checkpoint, also what was
+        recomputed up to there."""
         seen: set[Any] = set()
         height = peak = done = 0
 
@@ -381,18 +389,18 @@ class Cuts:
         return peak, height
 
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
-        """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
-        not lower the peak."""
-        own = [cuts.values() for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
+        """Returns the checkpoints with the least of(peak of a step, what its forward saves), by default the sum. is_asked:
+        also if they do not lower the peak."""
+        own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.fixed for inner in m.modules())]
         lists = filter(self.is_list, self.record.called)
-        # of runs from the first layer on, of each list
-        runs = {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
-        sizes = sorted({one.size for cuts in own for one in cuts} | runs)
+        # sizes of runs from the first layer on, in each list
+        runs = {sum(self.record.between(outer.start, inner.stop).values()) for outer in lists for inner in outer.inner}
+        sizes = sorted({cut.size for cuts in own for cut in cuts} | runs)
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
-        found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
+        candidates = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
         most = math.inf if is_asked else LOWER * self.peak(list(self.within(-1)))[0]
-        lower = [one for one in found if one[0] <= most]
-        return min(lower, key=lambda one: of(*one[:2]))[2] if lower else []
+        lower = [candidate for candidate in candidates if candidate[0] <= most]
+        return min(lower, key=lambda candidate: of(*candidate[:2]))[2] if lower else []
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -400,38 +408,38 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def is_member(name: str, module: nn.Module) -> bool:
-    """Returns whether it is a member of a list, and made of modules."""
+    """Returns whether the module is a member of a list, and has submodules and parameters."""
     return name.rpartition(".")[2].isdigit() and bool(module._modules) and any(True for _ in module.parameters())
 
 
 def has_convolutions(module: nn.Module) -> bool:
-    return any(isinstance(one, _ConvNd) for one in module.modules())
+    return any(isinstance(inner, _ConvNd) for inner in module.modules())
 
 
 def may_be_found(model: nn.Module) -> bool:
-    """Returns whether convert left convolutions or members of lists as they were."""
+    """Returns whether convert left convolutions or members of lists unchanged."""
     left = outside_of_converted(model)
     return any(m in left and (isinstance(m, _ConvNd) or is_member(name, m)) for name, m in model.named_modules())
 
 
 def outside_of_converted(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules that convert left as they are, and what is inside of none that it converted."""
+    """Returns the modules that are neither converted nor inside a converted module."""
     inside = {m for outer in model.modules() if is_converted(outer) for m in outer.modules()}
     return set(model.modules()) - inside
 
 
 def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
-    """Returns (a module, its runs of layers, or one cut of all of it) of each module."""
-    found: dict[nn.Module, list[Cut]] = {}
+    """Returns each module with its cuts: runs of its layers, or one cut of all of it."""
+    grouped: dict[nn.Module, list[Cut]] = {}
     for cut in cuts:
-        if cut.layers is not None or cut.module not in found:  # it may be called again
-            found.setdefault(cut.module, []).append(cut)
-    return list(found.items())
+        if cut.layers is not None or cut.module not in grouped:  # it may be called again
+            grouped.setdefault(cut.module, []).append(cut)
+    return list(grouped.items())
 
 
 def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
-    """Returns the first call of each module with which one of these begins, in a training forward of the model: some branches
-    are called in training alone."""
+    """Returns the first call of each module with which one of these cuts begins, in a training forward of the model: some
+    branches run in training only."""
     begin = list({cut.begins for cut in cuts})
     if not begin:
         return {}

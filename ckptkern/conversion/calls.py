@@ -1,4 +1,4 @@
-"""How a module is called: the arguments that its forward looks at, in one order, and the pattern that a check is about."""
+"""Describes how a module is called: the arguments that its forward reads, in one order, and the pattern that a check covers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .trace import PLAIN_VALUES, Call, leaves_of, mapped, recomputed, trace
 
 
 def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
-    """What arguments must have in common with those that were checked: structure, dims, dtypes and plain values.
+    """Returns what arguments must have in common with checked ones: structure, dims, dtypes and plain values.
 
-    Their leaves are appended to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
+    Appends their leaves to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
     """
     key: list[Any] = []
     for value in values:
@@ -43,14 +43,15 @@ def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
 
 
 def regardless_of_precision(pattern: tuple) -> tuple:
-    """The pattern with one dtype for all that are floating point: autocast changes them, and no check depends on them."""
+    """Returns the pattern with one dtype for all floating-point tensors: autocast changes dtypes, and no check depends on
+    them."""
     return tuple(
-        regardless_of_precision(one)
-        if isinstance(one, tuple)
+        regardless_of_precision(item)
+        if isinstance(item, tuple)
         else torch.float32
-        if isinstance(one, torch.dtype) and one.is_floating_point
-        else one
-        for one in pattern
+        if isinstance(item, torch.dtype) and item.is_floating_point
+        else item
+        for item in pattern
     )
 
 
@@ -58,7 +59,8 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
     """Raises TypeError for a keyword of the model's call that its forward does not have, such as a misspelt option of
     `function`, the public function called `op`.
 
-    A forward with **kwargs has what its TypedDict names, what the modules inside and the model's config name, and tensors.
+    A forward with **kwargs accepts the names in its TypedDict, in the forwards inside and in the model's config, and any name
+    with a tensor.
     """
     own = parameters_of(model)
     names, rest = keywords_of(own), next((p for p in own if p.kind is p.VAR_KEYWORD), None)
@@ -66,9 +68,9 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
     if unknown and rest is not None:
         hint = rest.annotation
         if isinstance(hint, str):  # postponed annotations
-            with contextlib.suppress(Exception):  # of a name that only type checkers import
+            with contextlib.suppress(Exception):  # a name that only type checkers import raises
                 hint = typing.get_type_hints(type(model).forward, include_extras=True)[rest.name]
-        names |= {name for one in typing.get_args(hint) for name in getattr(one, "__annotations__", ())}
+        names |= {name for kind in typing.get_args(hint) for name in getattr(kind, "__annotations__", ())}
         for module in model.modules():
             names |= keywords_of(parameters_of(module))
         config = getattr(model, "config", None)
@@ -87,7 +89,7 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
 
 
 def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
-    """Of its forward; one that Python cannot read takes anything."""
+    """Returns the parameters of the module's forward; **kwargs for a signature that Python cannot read."""
     try:
         return list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -99,7 +101,7 @@ def keywords_of(parameters: Iterable[inspect.Parameter]) -> set[str]:
 
 
 class Untouched:
-    """Stands for an argument. Everything that looks at it raises."""
+    """Stands for an argument, and raises whenever it is read."""
 
     def _looked_at(self, *_, **__):
         raise RuntimeError("a forward looked at the argument")
@@ -115,29 +117,28 @@ class Untouched:
 
 
 def log_of(module: nn.Module, call: Call) -> list[tuple] | None:
-    """What a training call does; None if it raises, as for an argument that it looks at."""
+    """Returns what a training call does, as a trace's log; None if the call raises, as for an argument that it reads."""
     with unmoved(module):
         module.train()
         try:
             return trace(module, call).log
-        except Exception:  # whatever a forward makes of it
+        except Exception:  # a forward may raise anything on it
             return None
 
 
 def not_looked_at(module: nn.Module, call: Call, names: Iterable[str]) -> list[str]:
-    """Those of these keyword arguments on which the call does not depend: it does the same with things in their place that
-    raise if they are looked at."""
-    (args, kwargs), usual, found = call, log_of(module, call), []
+    """Returns the names of the keyword arguments that the call ignores: it does the same with values that raise when read."""
+    (args, kwargs), usual, ignored = call, log_of(module, call), []
     for name in names if usual is not None else ():
         hidden = kwargs | {name: recomputed(kwargs.get(name), itertools.repeat(Untouched()))}
         if log_of(module, (args, hidden)) == usual:
             kwargs = hidden
-            found.append(name)
-    return found
+            ignored.append(name)
+    return ignored
 
 
 class Like(NamedTuple):
-    """A tensor of an example by its shape and dtype: the example itself would stay in memory, and in what is pickled."""
+    """Describes a tensor of an example by shape and dtype: the example itself would stay in memory, and be pickled."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -150,10 +151,10 @@ def described(value: Any) -> str:
 
 
 class Form:
-    """Which arguments of a module count, and their order.
+    """Lists the arguments of a module that count, in one order.
 
-    by_place: the names of its positional parameters; defaults: those that have one; keywords: all names, in their order. Names
-    that forward does not look at, as libraries hand a step's numbers from function to function, are `fixed`.
+    by_place: the names of its positional parameters; defaults: their default values; keywords: all names, in order; fixed:
+    names that forward ignores, such as a step number that libraries pass from function to function.
     """
 
     def __init__(self, module: nn.Module, calls: list[Call]):
@@ -168,35 +169,35 @@ class Form:
         self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
         self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
         self.reads: dict[str, Any] = {}  # `Reads` of its modules' attributes, of forward in the calls that were checked
-        self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
+        self.fixed: dict[str, Any] = {}  # values in place of arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
-        self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
-        self.example = mapped(lambda one: Like(one.shape, one.dtype), calls[0])
+        self.harmless: set[tuple[str, Any]] = set()  # values of other names that have no effect
+        self.example = mapped(lambda tensor: Like(tensor.shape, tensor.dtype), calls[0])
 
     def complete(self, call: Call) -> Call:
-        """The call by keywords, with the defaults of what is not given."""
+        """Returns the call by keywords, with default values for absent arguments."""
         args, kwargs = call
-        given = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
-        return args[len(self.by_place) :], {name: given[name] for name in self.by_place if name in given} | given
+        values = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
+        return args[len(self.by_place) :], {name: values[name] for name in self.by_place if name in values} | values
 
     def counting(self, call: Call) -> list[Any]:
-        """The values that count, in their order, and what stands for the others."""
+        """Returns the values that count, in their order, with fixed values for ignored names."""
         args, kwargs = call
-        given = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
-        return [*args[len(self.by_place) :], *map(given.get, self.keywords)]
+        values = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
+        return [*args[len(self.by_place) :], *map(values.get, self.keywords)]
 
     def pattern(self, call: Call) -> tuple:
-        """What a call must have in common with those that were checked, whatever its precision."""
+        """Returns what a call must have in common with checked calls, whatever its precision."""
         return regardless_of_precision(pattern_of(self.counting(call), []))
 
     def call_of(self, flat: list[Any], call: Call) -> Call:
-        """A complete call with these leaves in place of the values that count."""
+        """Returns a complete call with these leaves in place of the values that count."""
         values, (args, kwargs) = recomputed(self.counting(call), iter(flat)), call
         named = dict(zip(self.keywords, values[len(args) :], strict=True))
         return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Returns whether all names are known, or do nothing. New ones are tried once, on the example: it does not look at
+        """Returns whether all names are known or have no effect. New names are tried once, on the example: forward ignores
         them, or does the same with these plain values."""
         new = {name: value for name, value in kwargs.items() if name not in self.known}
         if not new or torch.compiler.is_compiling():
@@ -205,35 +206,37 @@ class Form:
         if not self.refused.isdisjoint(kinds):
             return False
         if not self.harmless.issuperset(kinds):
-            args, example = call = self.made()
+            args, example = call = self.example_call()
             with no_trace(self.module):  # in the middle of a training step
                 self.known |= set(not_looked_at(self.module, call, new))
                 new = {name: value for name, value in new.items() if name not in self.known}
                 plain = all(type(value) in PLAIN_VALUES for value in new.values())
                 usual = log_of(self.module, call) if plain else None
                 if usual is None or log_of(self.module, (args, example | new)) != usual:
-                    self.refused |= {one for one in kinds if one[0] in new}
+                    self.refused |= {kind for kind in kinds if kind[0] in new}
                     return False
             self.harmless |= new.items()
         return True
 
     def difference(self, call: Call) -> str:
-        """What is not in this call as in the example's, and the remedy."""
+        """Returns how this call differs from the example, with the remedy."""
         again = "Give convert a call like those of training"
         if names := ", ".join(name for name in call[1] if name not in self.known):
             return f"the example for convert had no {names}. {again}"
-        ours, examples = self.counting(call), self.counting(self.made())
+        ours, examples = self.counting(call), self.counting(self.example_call())
         names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
-        for name, one, example in zip(names, ours, examples, strict=False):
-            if len({regardless_of_precision(pattern_of([value], [])) for value in (one, example)}) > 1:
-                return f"{name} is {described(one)}, and was {described(example)} in the example for convert. {again}"
-        return f"it has other arguments than the example for convert. {again}"
+        for name, argument, example in zip(names, ours, examples, strict=False):
+            if len({regardless_of_precision(pattern_of([value], [])) for value in (argument, example)}) > 1:
+                return (
+                    f"{name} is {described(argument)}, and was {described(example)} in the example for convert. {again}"
+                )
+        return f"its arguments differ from those of the example for convert. {again}"
 
-    def made(self) -> Call:
-        """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
+    def example_call(self) -> Call:
+        """Returns a call like the example, of zeros, in the module's present dtype and on its present device."""
         parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
-        for i, one in enumerate(leaves):
-            if isinstance(one, Like):
-                dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
-                leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Like):
+                dtype = parameter.dtype if leaf.dtype.is_floating_point else leaf.dtype
+                leaves[i] = torch.zeros(leaf.shape, dtype=dtype, device=parameter.device)
         return recomputed(self.example, iter(leaves))

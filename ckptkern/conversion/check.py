@@ -1,5 +1,5 @@
-"""Compares what is to stand for a forward with that forward (`Check`): output, input gradient and every parameter's gradient,
-on random parameters."""
+"""Compares a replacement of a forward with that forward (`Check`): output, input gradient and every parameter's gradient, on
+random parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .protection import seeded
 from .quantized import is_quantised, multiplies_dequantised, packed_in, setting
 from .trace import Unreadable
 
-ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
+ROUNDING = 1e-3  # sums over many tokens in float32 may differ so much, and are compared in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A float16 or bfloat16 tensor as float32."""
+    """Returns a float16 or bfloat16 tensor as float32; any other unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating-point tensor or parameter in this dtype; any other as it is."""
+    """Returns a floating-point tensor or parameter in this dtype; any other unchanged."""
     if not tensor.is_floating_point():
         return tensor
     other = tensor.detach().to(dtype)
@@ -38,7 +38,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def replacing(
     module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Iterator[None]:
-    """Puts parameter(p) and buffer(b) in the place of each for a while; shared ones stay shared."""
+    """Puts parameter(p) and buffer(b) in place of each for a while. Shared tensors stay shared."""
     before = [
         (own, dict(own), other)
         for m in module.modules()
@@ -60,10 +60,10 @@ def replacing(
 
 @contextlib.contextmanager
 def random_parameters(module: nn.Module) -> Iterator[None]:
-    """Other parameters for a while, in float32 at least, as buffers are then, too."""
+    """Sets random parameters for a while. Parameters and buffers are then in float32 at least."""
 
     def random_like(parameter: Tensor) -> Tensor:
-        """Of a size at which scores and activations are of order 1, so that a wrong scale shows."""
+        """Returns random values at which scores and activations are of order 1, so that a wrong scale shows."""
         parameter = Frozen(parameter) if is_quantised(parameter) else stood_for.get(id(parameter), parameter)
         values = parameter.detach()
         if parameter.is_floating_point():
@@ -73,25 +73,25 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
         return nn.Parameter(values, values.is_floating_point())
 
     packed = packed_in(module)
-    stood_for = {id(one.original): Frozen(one) for one in packed}
-    # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
+    stood_for = {id(parametrization.original): Frozen(parametrization) for parametrization in packed}
+    # these subclasses of nn.Linear compute as nn.Linear, because their own forward takes no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
     with (
         replacing(module, random_like, wide),
         setting(dequantised, "__class__", nn.Linear),
-        setting([one[0] for one in packed], "__class__", nn.Identity),
+        setting([parametrization[0] for parametrization in packed], "__class__", nn.Identity),
     ):
         yield
 
 
 def in_float64(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The floating-point parameters and buffers in float64 for a while."""
+    """Converts the floating-point parameters and buffers to float64 for a while."""
     double = functools.partial(in_dtype, dtype=torch.float64)
     return replacing(module, double, double)
 
 
 def varied(value: Any, excludes: bool = False) -> Any:
-    """Another mask of the same kind: with few exceptions those of an example hide nothing. excludes: does True hide?"""
+    """Returns another mask of the same kind, because an example's mask rarely hides anything. excludes: True hides."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.dtype == torch.bool:
@@ -111,23 +111,23 @@ def results(
     inputs: list[int] | None,
     parameters: Iterable[nn.Parameter] = (),
 ) -> list[Tensor | None]:
-    """y, and the gradients of the arguments `inputs` and of the parameters for one fixed gradient of y; y alone if inputs is
-    None."""
+    """Returns y and, for one fixed gradient of y, the gradients of the arguments `inputs` and of the parameters; y alone if
+    inputs is None."""
     if inputs is None:
         with torch.no_grad():
             return [run(flat)]
-    given = {i: flat[i].detach().requires_grad_() for i in inputs}
+    leaves = {i: flat[i].detach().requires_grad_() for i in inputs}
     with torch.enable_grad():
-        y = run([given.get(i, value) for i, value in enumerate(flat)])
+        y = run([leaves.get(i, value) for i, value in enumerate(flat)])
     seed = torch.Generator(y.device).manual_seed(0)
     dy = torch.randn(y.shape, generator=seed, dtype=y.dtype, device=y.device)
-    return [y.detach(), *torch.autograd.grad(y, [*given.values(), *parameters], dy, allow_unused=True)]
+    return [y.detach(), *torch.autograd.grad(y, [*leaves.values(), *parameters], dy, allow_unused=True)]
 
 
 def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
-    """The largest relative error. A gradient is compared with at least a hundredth of the largest one: that of a key's bias
-    is rounding alone."""
-    floor = 1e-2 * max((rms(one) for one in theirs[1:]), default=0.0)
+    """Returns the largest relative error. A gradient is compared with its own size plus a hundredth of the largest gradient,
+    because that of a key's bias is rounding alone."""
+    floor = 1e-2 * max((rms(gradient) for gradient in theirs[1:]), default=0.0)
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a is not None and b is not None and a.shape != b.shape:
@@ -140,7 +140,7 @@ def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
 
 
 class Check:
-    """Compares what is to stand for a forward with that forward, on the same values.
+    """Compares a replacement of a forward with that forward, on the same values.
 
     original, ours: functions of a call's flat values that return a tensor.
     """
@@ -149,19 +149,19 @@ class Check:
         self.original, self.ours = original, ours
 
     def error(self, flat: list[Any], inputs: list[int] | None = None, parameters: Iterable[nn.Parameter] = ()) -> float:
-        """The largest relative error of what ours returns, and of the gradients that `results` forms."""
+        """Returns the largest relative error of our result and of the gradients that `results` computes."""
         return difference(*(results(run, flat, inputs, parameters) for run in (self.ours, self.original)))
 
     def require(
         self, calls: Iterable[tuple[str, list[Any]]], tolerance: float = TOLERANCE, pick: Callable | None = None
     ):
-        """Raises Unreadable for the first of these calls, (where it is, its values), in which they return something else, or
-        which ours refuses. pick(ours, theirs): the parts of both that are compared."""
+        """Raises Unreadable for the first call in which the results differ, or which ours refuses. calls: (where, its
+        values) of each. pick(ours, theirs): the parts of both to compare."""
         for where, flat in calls:
             try:
-                with seeded():  # of what something computed samples
+                with seeded():  # for computed tensors that sample
                     (theirs,) = results(self.original, flat, None)
-            except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
+            except Exception:  # the module refuses the size, or arguments were enlarged wrongly
                 continue
             try:
                 with seeded():

@@ -1,7 +1,7 @@
-"""What a module computes of its parameters and of its call's arguments, without its input, for an argument of the fused op:
-scale, shift and gate of an adaptive norm (adaLN), or attention's bias.
+"""Evaluates arguments of a fused op that a module computes from its parameters and its call's arguments, without its input:
+scale, shift and gate of an adaptive norm (adaLN), or an attention bias.
 
-It is a small part of the trace, which each call runs again on what it is given then, outside of the op and with autograd.
+The steps are a small part of the trace. Each call runs them on its own arguments, outside of the op and with autograd.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .reading import Argument, Reading, Weight
 from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed, tensors_in
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
-LARGEST = 64  # calls. What is computed for each sample takes fewer
+LARGEST = 64  # calls; a vector for each sample takes fewer
 
 
 class Result(NamedTuple):
-    """What the step of the call `at` returned; of several tensors the one at `output`."""
+    """Names what the step of the call `at` returned; of several tensors the one at `output`."""
 
     at: int
     output: int
 
 
-class Of(NamedTuple):
-    """What follows the op's input in the present call: its dtype or device, or a number, `value` where it has `samples`."""
+class FromInput(NamedTuple):
+    """Names a value that follows the op's input: its dtype or device, or a number that is `value` for `samples` samples."""
 
     name: str
     value: int = 0
@@ -44,16 +44,16 @@ class Of(NamedTuple):
         if self.name != "samples":
             return getattr(x, self.name)
         if x.shape[0] * self.value % self.samples:
-            raise ShapeError(f"convert: a batch of {x.shape[0]} is no multiple of {self.samples // self.value}")
+            raise ShapeError(f"convert: a batch of {x.shape[0]} is not a multiple of {self.samples // self.value}")
         return x.shape[0] * self.value // self.samples
 
 
-Followed = dict[tuple[int, int], Of | None]  # by (call, argument); None: it changes in another way
+Followed = dict[tuple[int, int], FromInput | None]  # by (call, argument); None: a value that changes in another way
 
 
 class Step(NamedTuple):
-    """A call. of: the path of a submodule, or a function. Among the leaves of args and kwargs are Result, Argument, Weight and
-    Of. apart: without autocast, as in the module."""
+    """Describes a call. of: the path of a submodule, or a function. Among the leaves of args and kwargs are Result,
+    Argument, Weight and FromInput. apart: without autocast, as in the module."""
 
     of: Any
     args: tuple
@@ -63,9 +63,9 @@ class Step(NamedTuple):
 
 @dataclass
 class Inputs:
-    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
-    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
-    each step of a program has returned."""
+    """Holds what the arguments of one call are computed from: its flattened arguments, the module's mode, the number of
+    tokens, the op's input, the parts of parameters (each is split once, and the gradients of its parts are joined once), and
+    what each step returned."""
 
     flat: list[Any]
     training: bool
@@ -77,9 +77,8 @@ class Inputs:
 
 @dataclass(eq=False)
 class Computed:
-    """A tensor that is computed anew in each call: a traced node; and once resolved, of what steps return, by the places of
-    their calls and in the order in which they run. of_samples: a vector for each sample, or one that stands for all as it would
-    broadcast."""
+    """Describes a tensor that each call computes anew: a traced node and, once resolved, the steps to run in order, by the
+    place of their call. of_samples: a vector for each sample, or one vector for all."""
 
     node: Node | None
     of_samples: bool = False
@@ -90,7 +89,7 @@ class Computed:
         if not call.computed:
             for at, step in self.steps.items():
                 function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
-                leaves = [live(one, module, call) for one in leaves_of((step.args, step.kwargs))]
+                leaves = [live(leaf, module, call) for leaf in leaves_of((step.args, step.kwargs))]
                 args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
                 with autocast_off(call.x) if step.apart else contextlib.nullcontext():
                     call.computed[at] = function(*args, **kwargs)
@@ -106,22 +105,22 @@ def live(value: Any, module: nn.Module, call: Inputs) -> Any:
         return call.flat[value.index]
     if isinstance(value, Weight):
         return operator.attrgetter(value.path)(module)
-    return value.of(call.x) if isinstance(value, Of) else value
+    return value.of(call.x) if isinstance(value, FromInput) else value
 
 
 class Resolver:
-    """Makes the steps of all that a reading has computed. x: the index of the op's input, which nothing computed may read;
-    followed: values that follow the input, None if that could not be found out."""
+    """Turns the computed nodes of a reading into steps. x: the index of the op's input, which no step may read; followed:
+    values that follow the input, None if unknown."""
 
     def __init__(self, module: nn.Module, x: int, followed: Followed | None):
         self.module, self.x, self.followed = module, x, followed
         self.steps: dict[int, Step] = {}
-        self.free: dict[Node, bool] = {}  # of the input
+        self.free: dict[Node, bool] = {}  # whether a node is free of the input
 
     def is_free(self, node: Node) -> bool:
-        """Is it computed without the input, as far as the trace sees?"""
+        """Returns whether the node is computed without the input, as far as the trace shows."""
         if node not in self.free:
-            # a function that is not known has changed memory that the node shares
+            # an unknown function has changed memory that the node shares
             is_known = node.kind != "function" or node.function is not None
             is_input = node.kind == "argument" and node.source == self.x
             self.free[node] = is_known and not is_input and all(map(self.is_free, node.inputs))
@@ -148,16 +147,16 @@ class Resolver:
         return self.step(node)
 
     def step(self, call: Node) -> Result:
-        """What this call's step returns."""
+        """Adds the step of this call, and returns its Result."""
         of = call.source if call.kind == "module" else call.function
         inner = self.module.get_submodule(of).modules() if of is call.source else ()
         own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
         if tensors_in(own):  # an earlier part of a forward may have set them
-            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
+            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are not buffers")
         if call.at not in self.steps:
-            leaves = [self.leaf(one, call.at, i) for i, one in enumerate(call.leaves)]
+            leaves = [self.leaf(leaf, call.at, i) for i, leaf in enumerate(call.leaves)]
             if len(self.steps) >= LARGEST:
-                raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
+                raise Unreadable("a scale, a gate or a bias takes too many calls")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
             self.steps[call.at] = Step(of, args, kwargs, call.apart)
         return Result(call.at, call.output)
@@ -166,7 +165,7 @@ class Resolver:
         if isinstance(value, Node):
             return self.value(value)
         if isinstance(value, torch.device):
-            return Of("device")
+            return FromInput("device")
         if self.followed is None and type(value) in (torch.dtype, int):
             raise Unreadable(
                 "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
@@ -178,45 +177,45 @@ class Resolver:
 
 
 def call(function: Callable, *args: Any, shape: Iterable[int] = (), **kwargs: Any) -> Node:
-    """A node of a function that the trace has not seen. Of a number among its arguments is taken what it is now."""
+    """Returns a node of a function that the trace has not seen. Numbers among its arguments keep their present values."""
     node = Node("function", function.__name__, torch.Size(shape), args, kwargs, function=function)
     node.at = -id(node)
     return node
 
 
 def templates(template: Any, kind: type) -> Iterator[Any]:
-    """All of a kind in a template."""
+    """Yields all objects of a class in a template."""
     if isinstance(template, kind):
         yield template
     elif isinstance(template, (dict, tuple, list)):
-        for one in template.values() if isinstance(template, dict) else template:
-            yield from templates(one, kind)
+        for item in template.values() if isinstance(template, dict) else template:
+            yield from templates(item, kind)
 
 
 def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed:
-    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. Raises ValueError if
-    these are not alike."""
-    found: Followed = {}
+    """Returns the values that follow the input, from the calls of two traces: with B samples, and with `times` as many in
+    float64. Raises ValueError if the traces differ otherwise."""
+    follows: Followed = {}
     for at, (ours, theirs) in enumerate(zip(before, after, strict=True)):
-        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            if type(one) in COMPARED and one != other:
-                found[at, i] = None
-                if isinstance(one, torch.dtype):
-                    found[at, i] = Of("dtype")
-                elif type(one) is type(other) is int and other == times * one:
-                    found[at, i] = Of("samples", one, B)
-    return found
+        for i, (value, other) in enumerate(zip(ours, theirs, strict=True)):
+            if type(value) in COMPARED and value != other:
+                follows[at, i] = None
+                if isinstance(value, torch.dtype):
+                    follows[at, i] = FromInput("dtype")
+                elif type(value) is type(other) is int and other == times * value:
+                    follows[at, i] = FromInput("samples", value, B)
+    return follows
 
 
 def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
-    """Makes steps, in one dict, of all that the reading has computed. Raises Unreadable for what cannot run again."""
+    """Turns all computed nodes of the reading into steps, in one dict. Raises Unreadable for a node that cannot run again."""
     resolver = Resolver(module, reading.x, followed)
-    for one in templates([reading.arguments, reading.choices], Computed):
-        if one.node is not None:
-            one.value, one.steps, one.node = resolver.value(one.node), resolver.steps, None
+    for computed in templates([reading.arguments, reading.choices], Computed):
+        if computed.node is not None:
+            computed.value, computed.steps, computed.node = resolver.value(computed.node), resolver.steps, None
 
 
 def conditions(template: Any) -> list[int]:
-    """The call's arguments that something computed reads."""
-    computed = [(one.value, one.steps) for one in templates(template, Computed)]
-    return sorted({one.index for one in templates(computed, Argument)})
+    """Returns the indices of the call's arguments that computed tensors read."""
+    computed = [(tensor.value, tensor.steps) for tensor in templates(template, Computed)]
+    return sorted({argument.index for argument in templates(computed, Argument)})

@@ -1,4 +1,4 @@
-"""convert and revert: fused layers in a model that exists."""
+"""Implements convert: fused layers in an existing model."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ DROP_INS = {
     nn.TransformerDecoderLayer: drop_ins.TransformerDecoderLayer,
 }
 OTHERWISE = ("leave", "checkpoint")
-NO_REGIONS = "forms no group of layers, because none takes what the layer before it returned. Leave it out"
-PATTERNS = 4  # kinds of arguments that are checked of one module
+NO_REGIONS = (
+    "forms no group of layers, because no layer takes the unchanged result of the layer before it. Leave it out"
+)
+PATTERNS = 4  # argument patterns of one module that are checked
 
 
 # -- the probe
@@ -60,7 +62,8 @@ Probe = tuple[dict[nn.Module, list[Call]], set[nn.Module], "Heads | None"]  # ca
 
 
 def capture(model: nn.Module, call: Call) -> Probe:
-    """Calls the model in evaluation. One tensor that is given twice is two tensors in the calls: other calls may give two."""
+    """Calls the model in evaluation mode. Returns its modules' calls, the modules with temporary hooks, and its heads. A
+    tensor that is passed twice is two tensors in the calls, because other calls may pass two."""
     calls: dict[nn.Module, dict[tuple, Call]] = {}
     seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
@@ -88,17 +91,17 @@ def capture(model: nn.Module, call: Call) -> Probe:
 
 
 def captured(model: nn.Module, call: Call) -> Probe:
-    """`capture`, with padding masks as they are given where the model's layers take them so."""
+    """Captures a call, with padding masks in their original form where the model's layers accept that."""
     with not_repacked(model):
         if masks.adopt(model):
-            with contextlib.suppress(Exception):  # a model that does not take them
+            with contextlib.suppress(Exception):  # a model that refuses these masks
                 return capture(model, call)
             masks.give_back(model)
         return capture(model, call)
 
 
 def count_hooks(module: nn.Module) -> int:
-    """Of its hooks and parametrizations."""
+    """Returns the number of the module's forward hooks and parametrizations."""
     parametrized = getattr(module, "parametrizations", {}).values()
     return len(module._forward_hooks) + len(module._forward_pre_hooks) + sum(map(len, parametrized))
 
@@ -106,8 +109,8 @@ def count_hooks(module: nn.Module) -> int:
 # -- the model
 
 
-class Found(NamedTuple):
-    """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is replaced."""
+class Outcome(NamedTuple):
+    """Holds what convert can do with a module: the rows of the table and, if it is replaced, how to set its new forward."""
 
     rows: list[Row]
     put: Callable[[], None] | None = None
@@ -115,10 +118,11 @@ class Found(NamedTuple):
 
 @dataclass
 class _Conversion:
-    """One call of convert. shown: is told the name of each module that is tried. What the model's example call showed:
+    """Performs one call of convert. shown: called with the name of each module that is tried. What the model's example call
+    showed:
 
-    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
-    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
+    calls: one of each pattern, by submodule; hooked: modules with hooks inside that last for the model's call only, so that a
+    recompute in backward would run without them; heads: the LM heads of the loss.
     """
 
     calls: dict[nn.Module, list[Call]]
@@ -134,9 +138,9 @@ class _Conversion:
 
     def __post_init__(self) -> None:
         self.attention, self.mlp = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,) * 2
-        # may layers become some?
+        # layers may become checkpoints
         self.checkpoints = self.otherwise != "leave" and "none" not in (self.attention, self.mlp)
-        self.within = False  # a layer that an activation checkpoint may stand around
+        self.within = False  # inside a layer that may become an activation checkpoint
         self.rows: list[Row] = []
         self.seen: set[int] = set()
         self.checked: list[Checked] = []  # modules that others may be like
@@ -149,19 +153,19 @@ class _Conversion:
         self.seen.add(id(module))
         self.shown(name)
         with self.shards.whole(module):
-            found, may_be = Found([]), self.include is None or matches(self.include, name, module)
+            outcome, may_be = Outcome([]), self.include is None or matches(self.include, name, module)
             if may_be:
-                found = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
-            if not self.shards.agree(tuple((row.name, row.replaced_by) for row in found.rows if found.put)):
-                found = Found([row_of(name, module, "another rank has found something else")])
-            if found.put is not None:
-                found.put()
-                self.rows += found.rows
+                outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
+            if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
+                outcome = Outcome([row_of(name, module, "ranks disagree on how to fuse this layer")])
+            if outcome.put is not None:
+                outcome.put()
+                self.rows += outcome.rows
                 return
             layer = None
             if is_block(name, module) or is_marked(module):
-                self.rows += found.rows
-                may_be_one = found.rows and not self.within and self.checkpoints and is_layer(name, module)
+                self.rows += outcome.rows
+                may_be_one = outcome.rows and not self.within and self.checkpoints and is_layer(name, module)
                 if may_be_one and module not in self.hooked and not holds_sharded(module):
                     layer = around(
                         module, self.calls.get(module, [])
@@ -170,30 +174,30 @@ class _Conversion:
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
             self.within = outer
-            self.surround(module, layer, found.rows, self.rows[start:])
-            is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
+            self.surround(module, layer, outcome.rows, self.rows[start:])
+            is_unknown = may_be and not outcome.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
-                self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
+                self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of the rows of modules inside
 
     def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
-        """Puts an activation checkpoint around the layer, if all ranks find that it can be."""
-        made = None
+        """Puts an activation checkpoint around the layer, if all ranks agree."""
+        checkpoint = None
         if layer is not None:
             try:
-                made, *measured = layer.checkpointed(self.mlp, rows[-1].name, self.cut)
+                checkpoint, *measured = layer.checkpointed(self.mlp, rows[-1].name, self.cut)
             except Unreadable as reason:
                 rows[-1].reason += f"; {reason}"
-        if self.shards.agree(made is not None) and made is not None:
+        if self.shards.agree(checkpoint is not None) and checkpoint is not None:
             row = rows[-1]
             row.replaced_by, row.saved_before, (row.saved_after, row.error) = "checkpoint", layer.before, measured
-            for part in inner:  # whose bytes are the layer's
+            for part in inner:  # their bytes are counted in the layer's row
                 part.saved_before = part.saved_after = None
-            self.set(row, module, made)
-            # what is not fused inside is a part of the checkpoint, and no row of its own
+            self.set(row, module, checkpoint)
+            # a part inside that is not fused belongs to the checkpoint, and has no row
             parts = {id(row) for row in inner if row.replaced_by is None}
             self.rows = [row for row in self.rows if id(row) not in parts]
 
-    def drop_in(self, name: str, module: nn.Module) -> Found | None:
+    def drop_in(self, name: str, module: nn.Module) -> Outcome | None:
         drop_in = DROP_INS.get(class_of(module))
         if drop_in is None:
             return None
@@ -210,55 +214,56 @@ class _Conversion:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
 
-        return Found([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
+        return Outcome([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
 
-    def head(self, name: str, module: nn.Module) -> Found | None:
-        """An LM head, or the norm before it."""
+    def head(self, name: str, module: nn.Module) -> Outcome | None:
+        """Returns the outcome for an LM head, or for the norm before it; None for other modules."""
         row, forward = self.heads.row(name, module, self.mlp) if self.heads else (None, None)
         if forward is not None:
-            return Found([row], lambda: self.set(row, module, forward))
-        return Found([row]) if row is not None and self.include is None else None
+            return Outcome([row], lambda: self.set(row, module, forward))
+        return Outcome([row]) if row is not None and self.include is None else None
 
-    def fused(self, name: str, module: nn.Module) -> Found:
-        """No row for a module that the model did not call, or that has no layers in it."""
+    def fused(self, name: str, module: nn.Module) -> Outcome:
+        """Returns the outcome of reading the module as a fused op. It has no row for a module that the model did not call,
+        or that has no layers in it."""
         calls, kind = self.calls.get(module, []), class_of(module)
         if kind is nn.Linear and self.include is not None:
             calls = calls_of(module)
         elif not calls and kind is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
             calls = calls_of(module[0])
         if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
-            return Found([])
+            return Outcome([])
         if module in self.hooked:
-            reason = "there are hooks or parametrizations inside that last for a call of the model only"
-            return Found([row_of(name, module, reason)])
+            reason = "hooks or parametrizations inside last for one call of the model only"
+            return Outcome([row_of(name, module, reason)])
         row = row_of(name, module)
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)
         except Unreadable as reason:
             row.reason = str(reason)
-            if kind is nn.Sequential and (found := self.runs(name, module)):
-                return found
+            if kind is nn.Sequential and (runs := self.runs(name, module)):
+                return runs
             if is_block(name, module) and (why := why_general(module)):
                 return self.general(row, module, calls, why if why == str(reason) else f"{why}: {reason}")
-            return Found([row])
+            return Outcome([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(call))[segment.x]
-        return Found([row], lambda: self.bind(row, forward, call, x))
+        return Outcome([row], lambda: self.bind(row, forward, call, x))
 
-    def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
-        """An activation checkpoint, unless it is seen to be wrong."""
-        made, row.reason = general(module, self.mlp, calls[0]), why
-        made.share(row.name, self.cut)
+    def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Outcome:
+        """Returns the outcome of an activation checkpoint of the module, which is left if the checkpoint is wrong."""
+        checkpoint, row.reason = general(module, self.mlp, calls[0]), why
+        checkpoint.share(row.name, self.cut)
         try:
-            row.error = error_of(made, calls)
+            row.error = error_of(checkpoint, calls)
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
-            return Found([row])
+            return Outcome([row])
         row.replaced_by = "checkpoint"
-        return Found([row], lambda: self.bind(row, made, without_caches(calls[0])))
+        return Outcome([row], lambda: self.bind(row, checkpoint, without_caches(calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
@@ -281,13 +286,13 @@ class _Conversion:
         row.saved_after = saved_by(module, forward, call, x)
 
     def blocks(self, model: nn.Module, call: Call) -> None:
-        """Makes activation checkpoints of blocks in which nothing is fused."""
+        """Adds activation checkpoints of blocks in which nothing is fused."""
         if not self.checkpoints:
             return
         before = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
         fused = {m for m in model.modules() if blocks.is_converted(m)}.difference(before)
-        # checkpoints that may become parts of larger ones, or of convolutions also several smaller ones
-        given = {m for m in before if not (blocks.has_convolutions(m) and fused.isdisjoint(m.modules()))}
+        # checkpoints that may become part of larger ones; those of convolutions may also be divided
+        fixed = {m for m in before if not (blocks.has_convolutions(m) and fused.isdisjoint(m.modules()))}
         changed: set[nn.Module] = set()
         for forward in before.values():
             forward.unbind()
@@ -295,8 +300,8 @@ class _Conversion:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
             record, cuts = blocks.recorded(model, call), []
             if record is not None:
-                best = blocks.Cuts(record, allowed, given).best(self.include is not None)
-                cuts = [cut for cut in best if cut.module not in given]
+                best = blocks.Cuts(record, allowed, fixed).best(self.include is not None)
+                cuts = [cut for cut in best if cut.module not in fixed]
             names, calls = {m: name for name, m in model.named_modules()}, blocks.calls_of(model, call, cuts)
             for module, own in blocks.by_module(cuts):
                 runs = []
@@ -309,7 +314,7 @@ class _Conversion:
                         replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
                         changed |= replaced
                         within = {names[module], *(names[m] for m in (*inside, *replaced) if m in names)}
-                        self.rows = [one for one in self.rows if one.name not in within]
+                        self.rows = [other for other in self.rows if other.name not in within]
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
                 if runs and own[0].layers is not None:
@@ -321,28 +326,28 @@ class _Conversion:
         places = {name: i for i, name in enumerate(names.values())}
         self.rows.sort(key=lambda row: places.get(row.name.partition("[")[0], 0))
 
-    def runs(self, name: str, module: nn.Sequential) -> Found | None:
-        found, rows = runs_of(module, self.mlp), []
-        for start, stop, run, error in found:
+    def runs(self, name: str, module: nn.Sequential) -> Outcome | None:
+        runs, rows = runs_of(module, self.mlp), []
+        for start, stop, run, error in runs:
             call, op = calls_of(module[start])[1], next(iter(run.segments.values())).op
-            bytes_ = (saved_by(run.module, one, call) for one in (run.original, run))
+            bytes_ = (saved_by(run.module, forward, call) for forward in (run.original, run))
             rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 
         def put() -> None:
-            for row, (*_, run, _) in zip(rows, found, strict=True):
+            for row, (*_, run, _) in zip(rows, runs, strict=True):
                 self.set(row, run.module, run)
-            self.set(row_of(name, module), module, Runs(module, [one[:3] for one in found], self.mlp))
+            self.set(row_of(name, module), module, Runs(module, [run[:3] for run in runs], self.mlp))
 
-        return Found(rows, put) if found else None
+        return Outcome(rows, put) if runs else None
 
 
 def row_of(name: str, module: nn.Module, reason: str = "") -> Row:
-    """That of a module that is left."""
+    """Returns the row of a module that is left unchanged."""
     return Row(name, class_of(module).__name__, None, reason=reason)
 
 
 def why_general(module: nn.Module) -> str:
-    """Why a layer that is no fused op is run as an activation checkpoint; "" for one that is only unknown."""
+    """Returns why a layer that is not one fused op runs as an activation checkpoint; "" if its op is only unknown."""
     if why := why_unreadable(module):
         return why
     if any(parametrize.is_parametrized(m) for m in module.modules()):
@@ -357,7 +362,8 @@ def why_general(module: nn.Module) -> str:
 
 
 def is_block(name: str, module: nn.Module) -> bool:
-    """Would a reader look for it in the table: a member of a list of layers, or a module made of leaves only?"""
+    """Returns whether a reader expects the module in the table: a member of a list of layers, or a module made of leaves
+    only."""
     return name.rpartition(".")[2].isdigit() or all(map(is_leaf, module.children()))
 
 
@@ -372,51 +378,36 @@ def convert(
     every: int = 1,
     **example_kwargs: Any,
 ) -> Conversion:
-    """Puts ckptkern's layers into a model that exists, whatever its architecture, and says what it did.
+    """Replaces layers of an existing model by fused ops that save less for backward.
 
         conversion = ckptkern.convert(model, input_ids)
         print(conversion)
 
-    The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
-    of the fused ops (transformer_layer, attention_block, latent_attention_block, mlp_block, linear_stack, linear_act), and
-    compared with it on random parameters: output, input gradient and the gradient of every parameter agree to rounding, or the
-    module is left as it is. torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their
-    drop-in replacements in ckptkern.nn. An MoE block, a router with its experts, becomes moe_block, in a layer that is one op a
-    part of it, or its experts alone moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
-    linear_cross_entropy; the call must have labels for that. A norm before it that saves more than its input then runs in
-    chunks of tokens, which backward recomputes.
+    The model runs once on the example inputs. Each submodule, the outermost first, is read as one fused op and checked on
+    random parameters. If the output or a gradient differs by more than rounding, the module stays as it is. torch's attention
+    and transformer layers become those of ckptkern.nn. A linear layer whose logits go to F.cross_entropy becomes
+    linear_cross_entropy, if the example has labels.
 
-    Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
-    modules is set, and in the configuration of a transformers model the attention implementation, so that layers get padding
-    masks as they are given. A call of another kind than those that were checked (other arguments, a cache) runs the original
-    forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized weights), its original
-    forward runs as an activation checkpoint (ckptkern.checkpoint); low-rank updates that peft switches off are left out.
+    Parameters, state_dict, submodules, hooks and optimizers stay the same: convert sets only `forward`, and the attention
+    implementation of transformers models. A call unlike the checked ones (other arguments, a cache) runs the original forward.
+    If a module's inside has changed (LoRA, hooks, quantized weights), its original forward runs as an activation checkpoint.
 
-    example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
-    in training. Random states, buffers, attributes, configurations, hooks, gradients and modes are afterwards as before. After
-    an error nothing is converted.
-    recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
-    attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
-    checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each
-    pass, the head's too: an int or a string such as "64MiB". None: that of ckptkern.workspace in the call, or the device's.
-    include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
-    may be converted, and what may not, with all that is inside.
-    otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op, and of blocks of convolutions:
-    "checkpoint" runs it as an activation checkpoint where that saves less, so that a transformer saves no more than under
-    gradient checkpointing; what is fused inside runs in mode "none" in the recompute. Which blocks those are, of lists and of
-    convolutions, what they save decides. A layer whose inside takes more than the workspace runs in parts that fit it, as its
-    row says, and what is fused inside keeps its mode. "leave" leaves it, with what is fused inside.
-    every: how many layers in a row, members of a list, are one region, which saves the first one's input and recomputes the
-    others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than what the layer
-    before it returned begins a region. Layers run one by one under torch.compile, TensorParallel and fully_shard.
+    example_inputs, example_kwargs: a call of the model as in training, with at least two tokens.
+    recompute: what a region saves: "full" its input, "selective" also attention's result, "none" everything. A pair is for
+    attention and the rest. A layer that is not one op is an activation checkpoint, unless the pair contains "none".
+    workspace: transient bytes of a region in each pass, such as "64MiB". None: see Conventions.
+    include, exclude: modules to convert, and modules to leave with all that is inside: names with wildcards ("model.layers.*"),
+    classes, functions of (name, module), or several of these.
+    otherwise: "checkpoint" runs layers that are not one op, and blocks of convolutions, as activation checkpoints where that
+    saves less, in parts if their inside exceeds the workspace. "leave" leaves them. What is fused inside stays fused.
+    every: the number of layers in a row that form one region, which saves the first input and costs one more forward
+    pass. A layer whose input is not the previous layer's result begins a region. Layers run one by one under torch.compile,
+    TensorParallel and fully_shard.
 
-    A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
-    is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
+    Under fully_shard, all ranks call convert with examples of the same kind.
 
-    Raises TypeError if model is no nn.Module or a keyword is of neither convert nor its forward; ValueError for a model that is
-    compiled, lazy or wrapped by DataParallel, or that FullyShardedDataParallel already took (convert first), a name of no
-    module, unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is
-    its own.
+    Raises: see Conventions. Also TypeError for a keyword of neither convert nor forward; ValueError for a name of no module,
+    and for a compiled or lazy model, or one in DataParallel or FullyShardedDataParallel. After an error nothing is converted.
     """
     call = example_inputs, example_kwargs
     check_step("convert", model, call)
@@ -459,8 +450,8 @@ def convert(
             groups = group_layers(model, rows, every) if every > 1 else []
             after, peak_after = step_of_all(model, call, there) if before is not None else (None, None)
             for row in rows:
-                row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
-            WARNED.clear()  # of what a model did that was converted before
+                row.calls.update(dict.fromkeys(row.calls, 0))  # count training only, not convert's own calls
+            WARNED.clear()  # warnings about a model that was converted before
             if not (any(call) or rows):
                 warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
             regions = [names for group in groups for names in group.regions(ran=after is not None)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .computed import Of, call
+from .computed import FromInput, call
 from .masks import causal_attention, window_of
 from .reading import Steps, Weight, in_training
 from .trace import Node
@@ -22,8 +22,8 @@ CALLS = {  # functions that are core attention, with the names of their argument
 
 @dataclass
 class Core:
-    """softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other arguments of the
-    op, by their names there; sinks: a parameter, which becomes one of them."""
+    """Describes softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other
+    arguments of the op, by name; sinks: a parameter, which becomes one of the options."""
 
     query: Node
     key: Node
@@ -50,24 +50,24 @@ def read_core(steps: Steps, node: Node) -> Core:
     elif node.is_function("matmul", "bmm"):
         core = _written_out(steps, node)
     else:
-        raise steps.refuse("no core attention but", node)
+        raise steps.refuse("core attention expected, found", node)
     if core.sinks is not None:
         sinks = steps.strip(core.sinks)
         if sinks.kind != "parameter" or len(sinks.shape) != 1:
-            raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+            raise steps.refuse("attention's sinks must be a parameter with a number for each head, found", sinks)
         core.options["sinks"] = Weight(sinks.source)
     return core
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
-    """matmul(dropout(softmax(scores)), v)."""
+    """Reads matmul(dropout(softmax(scores)), v)."""
     dropouts = []
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
-        raise steps.refuse("a matmul whose left operand is no softmax but", weights)
+        raise steps.refuse("a softmax expected as the left operand of a matmul, found", weights)
     scores, sinks = steps.input_of(weights), None
     if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
-        whole, largest = (steps.strip(one) for one in scores.inputs)
+        whole, largest = (steps.strip(operand) for operand in scores.inputs)
         largest = steps.input_of(largest) if largest.is_function("detach") else largest
         if largest.is_function("max", "amax") and steps.input_of(largest) is whole:
             scores = whole
@@ -97,9 +97,9 @@ def _written_out(steps: Steps, node: Node) -> Core:
         else:  # a factor [H, 1, 1] for each head
             H = scores.shape[1] if len(scores.shape) == 4 else 0
             pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
-            pair = next((one for one in pairs if one[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
+            pair = next((nodes for nodes in pairs if nodes[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
             if pair is None:
-                raise steps.refuse("scores are formed by", scores)
+                raise steps.refuse("an unsupported step on attention scores:", scores)
             head_scale, scores = pair[0], steps.strip(pair[1])
     scale *= options.get("softcap", 1.0)  # tanh reads scores / softcap
     if scores.is_function("baddbmm"):
@@ -118,15 +118,16 @@ def _written_out(steps: Steps, node: Node) -> Core:
 
 
 def _over_windows(mask: Node, scores: torch.Size) -> Node:
-    """A mask [1, windows, 1, S, S], which meets scores [B / windows, windows, H, S, S], as it meets [B, H, S, S]."""
+    """Returns a mask [1, windows, 1, S, S] of scores [B / windows, windows, H, S, S] as a mask of scores [B, H, S, S]; any
+    other unchanged."""
     if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
         return mask
     images, windows, _, *rows = scores
-    times = Of("samples", images, images * windows)
+    times = FromInput("samples", images, images * windows)
     whole = call(Tensor.expand, mask, times, -1, -1, -1, -1)
     return call(Tensor.flatten, whole, 0, 1, shape=(images * windows, 1, *rows))
 
 
 def _is_of_matmul(node: Node) -> bool:
-    """Is a matmul behind it, as there is behind scores and not behind masks?"""
+    """Returns whether a matmul is behind the node, as behind scores but not behind masks."""
     return node.is_function("matmul", "bmm", "baddbmm") or any(map(_is_of_matmul, node.inputs))

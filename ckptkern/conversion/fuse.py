@@ -1,4 +1,4 @@
-"""One module: from the calls that were captured of it to its new forward."""
+"""Fuses one module: from the calls that were captured of it to its new forward."""
 
 from __future__ import annotations
 
@@ -45,32 +45,36 @@ from .trace import (
 
 
 def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
-    """(the one tensor that a forward returns, how it lies in what is returned). unread: may a placeholder stand for another?"""
+    """Returns (the one tensor that a forward returns, its place in what is returned). unread: may a placeholder stand for
+    another tensor? Raises Unreadable."""
     if isinstance(output, Tensor):
         return output, None
     leaves, spec = tree_flatten(output)
-    given = {id(value): i for i, value in enumerate(arguments) if isinstance(value, Tensor)}
-    found: dict[int, Tensor] = {}
-    for i, one in enumerate(leaves):
-        if id(one) in given:
-            leaves[i] = Argument(given[id(one)])
-        elif isinstance(one, Tensor):
-            leaves[i] = Unread if found and unread(one) else None
+    places = {id(value): i for i, value in enumerate(arguments) if isinstance(value, Tensor)}
+    tensors: dict[int, Tensor] = {}
+    for i, leaf in enumerate(leaves):
+        if id(leaf) in places:
+            leaves[i] = Argument(places[id(leaf)])
+        elif isinstance(leaf, Tensor):
+            leaves[i] = Unread if tensors and unread(leaf) else None
             if leaves[i] is None:
-                found[i] = one
-        elif one is not None:
+                tensors[i] = leaf
+        elif leaf is not None:
             raise Unreadable("forward returns an object")
-    if len(found) != 1:
-        raise Unreadable(f"forward returns {len(found)} tensors")
-    ((at, y),) = found.items()
+    if len(tensors) != 1:
+        raise Unreadable(f"forward returns {len(tensors)} tensors")
+    ((at, y),) = tensors.items()
     return y, (spec, leaves, at)
 
 
 def attempt(
     form: Form, call: Call, like: tuple[Reading, list[tuple]] | None = None
 ) -> tuple[Segment, float, list[tuple]]:
-    """(the region that was checked for this complete call, its error, the trace's log). like: what was read of a module that is
-    like this one, and its trace's log: of this one the same is compared, without gradients. Raises Unreadable."""
+    """Reads and checks a module in a complete call. Returns (the checked region, its error, the trace's log).
+
+    like: the reading of a similar module, and its trace's log; the same reading is then compared without gradients. Raises
+    Unreadable.
+    """
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
@@ -83,7 +87,7 @@ def attempt(
         if like is not None:
             reading, log = like
             if log and trace(module, call, flat).log != log:
-                raise Unreadable("another trace")
+                raise Unreadable("its trace differs from that of a similar layer")
         elif is_experts(module) or parts_of(module) is not None:
             with switched(module, torch.float32), Watched(module) as watched, torch.no_grad():
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
@@ -93,12 +97,12 @@ def attempt(
             traced, steps = trace(module, call, flat), Steps(module)
             # another result that is a softmax, with a dropout or without, is attention's probabilities
             y, result = result_of(
-                traced.result, flat, lambda one: steps.strip(traced.node(one), []).is_function("softmax")
+                traced.result, flat, lambda tensor: steps.strip(traced.node(tensor), []).is_function("softmax")
             )
             reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(templates([reading.arguments, reading.choices], Computed)):
                 resolve(module, reading, followed(form, reading, traced, call))
-            with contextlib.suppress(Exception):  # a dtype that this forward does not take
+            with contextlib.suppress(Exception):  # forward may refuse the dtype
                 apart = apart and trace(module, call, flat, torch.bfloat16).apart
         module.eval()
         if like is None:
@@ -108,7 +112,7 @@ def attempt(
         except Unreadable:
             if not (blocks or reading.op == "moe_block"):
                 raise
-            # two scores of a random token may be one up to rounding: then other tokens decide
+            # two scores of a random token may be equal up to rounding: then other tokens decide
             segment, error = check_numerics(form, reading, call, like is None)
         if like is None:
             form.reads = all_reads(form.reads, reads_of(module, call))
@@ -116,14 +120,14 @@ def attempt(
 
 
 def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
-    """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
-    None if no such trace is alike."""
+    """Returns the values of a trace that follow the input: they differ in float64, and with twice as many samples if the
+    module takes these. None if no such trace can be compared."""
     flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(call))]
     x = flat[reading.x]
-    inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
+    inputs = {reading.x, *(argument.index for argument in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
         values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
-        # sizes, or a dtype, that the module does not take, or another trace
+        # the module may refuse the sizes or the dtype, or have another trace
         with contextlib.suppress(Exception), in_float64(form.module):
             calls = trace(form.module, form.call_of(values, call), values).calls
             return following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
@@ -131,46 +135,46 @@ def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followe
 
 
 def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
-    """Which arguments may have a sample's rows, beside the inputs: none, or all of the batch's size."""
-    found = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
-    return [inputs, found] if found - inputs else [inputs]
+    """Returns which arguments may have a row for each sample: the inputs alone, and all arguments of the batch's size."""
+    batched = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
+    return [inputs, batched] if batched - inputs else [inputs]
 
 
 def reason_of(error: Exception) -> Unreadable:
-    """Why a module is not fused. On random parameters and inputs a forward may raise anything."""
+    """Returns why a module is not fused. On random parameters and inputs a forward may raise anything."""
     return error if isinstance(error, Unreadable) else Unreadable(f"{type(error).__name__} in the probe: {error}")
 
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
-    """Each MoE block inside as moe_block, checked by itself, or why it is none."""
-    found: dict[str, Reading | Unreadable] = {}
+    """Returns each MoE block inside, by path, as it was read and checked alone; or the reason why it is not a moe_block."""
+    readings: dict[str, Reading | Unreadable] = {}
     for path, block in module.named_modules():
         parts = parts_of(block) if path else None
         if parts is None:
             continue
         d = block.get_parameter(parts.router_weight).shape[-1]
         try:
-            like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
+            like = next(value for value in flat if is_floating(value) and value.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            found[path] = attempt(form, form.complete(call))[0].reading
+            readings[path] = attempt(form, form.complete(call))[0].reading
         except Exception as error:  # a forward may raise anything on random numbers: it is the block's reason
-            found[path] = reason_of(error)
-    return found
+            readings[path] = reason_of(error)
+    return readings
 
 
 class RegionCheck(Check):
     """Compares a region with the forward that it replaces.
 
-    call: one of the module, complete; flat: its values that count, with random inputs and masks unless they are to stay; masks:
-    the places of the masks among them.
+    call: a complete call of the module; flat: its values that count, with random inputs and masks if `randomizes`; masks: the
+    places of the masks among them.
     """
 
     def __init__(self, form: Form, reading: Reading, call: Call, randomizes: bool = True):
         self.form, self.module, self.call = form, form.module, call
         self.segment = segment = Segment(form.module, reading)
         self.flat = leaves_of(form.counting(call))
-        self.masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
+        self.masks = {argument.index for argument in named(segment.template, "attn_mask", "key_padding_mask")}
         for i, value in enumerate(self.flat) if randomizes else ():
             if i in segment.inputs or (i in segment.conditions and is_floating(value)):
                 self.flat[i] = torch.randn_like(value)
@@ -186,8 +190,9 @@ class RegionCheck(Check):
         return self.segment.y(flat, "full")
 
     def elsewhere(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields calls in training mode, larger calls, and those of what a trace would show. Some forwards have a window or a
-        scale that depends on sizes, and an example of one sample does not tell a batch from a sequence."""
+        """Yields calls in training mode, with other scales, larger calls, and calls that show what a trace would. Some
+        forwards have a window or a scale that depends on sizes, and an example of one sample does not tell a batch from a
+        sequence."""
         segment, flat = self.segment, self.flat
         if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
             self.module.train()
@@ -201,8 +206,8 @@ class RegionCheck(Check):
             yield from routed(segment, flat)
 
     def enlarged(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields the arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice
-        as many samples if something is computed: of what is computed it is not known whether its sizes are the example's."""
+        """Yields calls with twice as many tokens of each input, and with two samples in place of one. If something is
+        computed, it yields calls with three times as many samples, because computed sizes may be the example's."""
         inputs, conditions, flat = self.segment.inputs, self.segment.conditions, self.flat
         x = flat[inputs[0]]
         if x.dim() < 2:
@@ -219,15 +224,15 @@ class RegionCheck(Check):
             return varied(value, self.segment.excludes) if i in self.masks else value
 
         for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
-            what = (
+            where = (
                 "with another length"
                 if length > 1
                 else "with more tokens than the example's one (give an example of at least two)"
             )
             longer = [twice(value, i, length) for i, value in enumerate(flat)]
-            yield what, longer
+            yield where, longer
             if conditions:
-                yield what, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
+                yield where, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
         if x.dim() < 3:
             return
         computes = self.segment.computes
@@ -241,7 +246,7 @@ class RegionCheck(Check):
 
 
 def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) -> tuple[Segment, float]:
-    """(the first of the reading's candidates that agrees with the forward, its error). Raises Unreadable."""
+    """Returns (the region of the first candidate that agrees with the forward, its error). Raises Unreadable."""
     module, check = form.module, RegionCheck(form, reading, call)
     flat, segment, best = check.flat, check.segment, math.inf
     others = {*segment.biases, *segment.conditions}.difference(segment.inputs, segment.constants)
@@ -249,15 +254,15 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
     parameters = [p for p in module.parameters() if p.requires_grad]
     theirs = results(check.original, flat, trained if gradients else None, parameters)
     reason = f"the numbers of {reading.op} are not finite"
-    for one in reading.candidates():
-        check.segment = Segment(module, one)
+    for candidate in reading.candidates():
+        check.segment = Segment(module, candidate)
         try:
             error = difference(results(check.ours, flat, None), theirs[:1])  # most choices show in the output
             if error <= TOLERANCE and gradients:
                 error = difference(results(check.ours, flat, trained, parameters), theirs)
                 # in float32 sums over many tokens, such as a key bias has, differ by more
                 if TOLERANCE < error < ROUNDING:
-                    with contextlib.suppress(Exception), in_float64(module):  # a forward may take none
+                    with contextlib.suppress(Exception), in_float64(module):  # a forward may refuse float64
                         wider = [value.double() if is_floating(value) else value for value in flat]
                         own = [p for p in module.parameters() if p.requires_grad]
                         error = min(error, check.error(wider, trained, own))
@@ -272,13 +277,13 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
 
 
 def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[Call]:
-    """The same call without masks, with bool ones and with added ones: libraries decide from call to call which they hand on.
-    With a key_value, whose masks have its columns, in all combinations."""
+    """Returns the call without masks, with bool masks and with additive masks: libraries decide from call to call which they
+    pass. With a key_value, whose masks have its columns, returns all combinations."""
     places = list(inspect.signature(type(module).forward).parameters)[1:]
     names = [name for name in places if "mask" in name]
     x = inputs[0]
     B, S, _ = (1, *x.shape)[-3:]
-    seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
+    seen = [torch.ones(B, 1, S, tensor.shape[-2], dtype=torch.bool, device=x.device).tril() for tensor in inputs]
     added = [torch.zeros_like(m, dtype=x.dtype).masked_fill(~m, torch.finfo(x.dtype).min) for m in seen]
     if len(inputs) == 1:
         # attention layers with our implementation get padding masks [B, S]
@@ -289,24 +294,24 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
         variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
     args, kwargs = call
-    by_place, found = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
+    by_place, calls = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
     for masks in variants:
         values = tuple(masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
-        found.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
-    return found
+        calls.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
+    return calls
 
 
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Three quarters of the rows of both, those that differ least."""
-    ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
+    """Returns the three quarters of the rows of both that differ least."""
+    ours, theirs = (rows.reshape(-1, rows.shape[-1]) for rows in (ours, theirs))
     nearest = (ours.float() - theirs.float()).square().sum(-1).argsort()[: max(3 * len(ours) // 4, 1)]
     return ours[nearest], theirs[nearest]
 
 
 class Checked(NamedTuple):
-    """A fused module, with which others are compared.
+    """Holds a fused module, with which others are compared.
 
-    calls: those that the model made of it; log: what the trace of the first of these that was checked called.
+    calls: the kinds of its calls; log: what the trace of its first checked call called.
     """
 
     name: str
@@ -317,7 +322,7 @@ class Checked(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A call that was checked. asked: with its caches; call: without; log: of its trace."""
+    """Holds a checked call. asked: with its caches; call: without; log: of its trace."""
 
     asked: Call
     call: Call
@@ -327,14 +332,14 @@ class Attempt(NamedTuple):
 
 
 def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
-    """The attempt of a complete call. Raises Unreadable."""
+    """Checks a complete call, for 16-bit parameters also in 16 bits. Raises Unreadable."""
     module, (args, kwargs) = form.module, without_caches(asked)
     caches = [i for i, value in enumerate(leaves_of(form.counting(asked))) if is_cache(value)]
     call = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
     segment, error, log = attempt(form, call, like)
     segment.caches = caches
     if any(p.dtype.itemsize < 4 for p in module.parameters()):
-        # in 16 bits, too, both must agree as far as rounding lets them: a forward may do another thing there
+        # in 16 bits, too, both must agree up to rounding: a forward may compute something else there
         check = RegionCheck(form, segment.reading, call, randomizes=False)
         for size in (1, 16):  # also where such a forward would clamp
             x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
@@ -347,23 +352,25 @@ def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = No
 
 
 def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
-    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
+    """Fuses a module that is like a checked one, as `fuse` does. Raises Unreadable if the same call shows a difference."""
     form, first = Form(module, calls), checked.fused
     form.fixed, form.reads = dict(first.form.fixed), first.form.reads
     segments = {
-        pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
+        pattern: Segment(module, segment.reading, segment.caches)
+        for pattern, segment in first.segments.items()
+        if segment is not None
     }
     call = next(call for call in map(form.complete, calls) if form.pattern(call) in segments)
-    found = tried(form, call, (segments[form.pattern(call)].reading, checked.log))
-    return Fused(form, segments, recompute), found.error, found.call
+    result = tried(form, call, (segments[form.pattern(call)].reading, checked.log))
+    return Fused(form, segments, recompute), result.error, result.call
 
 
 def fuse(
     name: str, module: nn.Module, calls: list[Call], recompute: str, checked: list[Checked]
 ) -> tuple[Fused, float, Call]:
-    """(the module's new forward, the largest error of its checks, a call that it takes).
+    """Returns (the module's new forward, the largest error of its checks, a call that it takes).
 
-    checked: modules of the model that were fused, to which this one is added. Raises Unreadable if no call of it can be read.
+    checked: the fused modules of the model, to which this one is added. Raises Unreadable if none of its calls can be read.
     """
     inner = list(module.modules())[1:]
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in (module, *inner)):
@@ -373,7 +380,7 @@ def fuse(
     if any(len(set(map(type, m))) == 1 and not any(map(is_leaf, m)) for m in lists):
         raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
-        raise Unreadable("it contains hooks, or a forward that is not its class's")
+        raise Unreadable("it contains hooks, or a module with another forward than its class's")
     if why := why_unreadable(module):
         raise Unreadable(why)
     try:
@@ -397,7 +404,7 @@ def fuse(
     for call in calls:
         try:
             add(call)
-        except Exception as error:  # likewise: it is the module's reason
+        except Exception as error:  # a forward may raise anything: it is the module's reason
             reason = reason_of(error)
     if not attempts:
         adapter = why_unread(module)
@@ -414,15 +421,15 @@ def fuse(
     for _, call, *_ in attempts.values():
         ignored = not_looked_at(module, call, [name for name in ignored if name in call[1]])
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
-    segments = {form.pattern(one.asked): one.segment for one in attempts.values()}
+    segments = {form.pattern(attempt.asked): attempt.segment for attempt in attempts.values()}
     fused = Fused(form, segments, recompute)
     checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
-    return fused, max(one.error for one in attempts.values()), first.call
+    return fused, max(attempt.error for attempt in attempts.values()), first.call
 
 
 def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:
-    """(start, stop, what runs them, error) of the layers that are fused, the longest runs first."""
-    layers, found, start = list(module), [], 0
+    """Returns (start, stop, forward, error) of each run of layers that is fused. The longest runs are tried first."""
+    layers, runs, start = list(module), [], 0
     while start < len(layers):
         stop = next((n for n in range(len(layers), start + 1, -1) if all(map(is_leaf, layers[start:n]))), start)
         while stop > start + 1 and isinstance(layers[start], nn.Linear):
@@ -430,15 +437,15 @@ def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused
             part.training = module.training
             with contextlib.suppress(Unreadable):
                 run, error, _ = fuse("", part, calls_of(layers[start]), recompute, [])
-                found.append((start, stop, run, error))
+                runs.append((start, stop, run, error))
                 break
             stop -= 1
-        start = max(found[-1][1], start + 1) if found else start + 1
-    return found
+        start = max(runs[-1][1], start + 1) if runs else start + 1
+    return runs
 
 
 def calls_of(linear: nn.Linear) -> list[Call]:
-    """Calls that a linear layer takes, of tokens with and without a batch."""
+    """Returns calls that a linear layer takes, of tokens with and without a batch."""
     weight = linear.weight
     if weight.is_meta or not weight.is_floating_point():
         return []

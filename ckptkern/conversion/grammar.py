@@ -28,7 +28,7 @@ from .reading import (
 )
 from .trace import Node, Unreadable
 
-# of the MoE blocks in a module: as it was checked, or why it is no moe_block
+# by path: an MoE block as it was checked, or why it is not a moe_block
 Blocks = Mapping[str, Reading | Unreadable]
 
 
@@ -40,38 +40,38 @@ class Grammar(Steps):
     # -- cores
 
     def mlp(self, node: Node) -> Reading:
-        """An MLP, gated or not, or an MoE block, which is a leaf of the graph and was read by itself."""
+        """Reads an MLP, gated or not, or an MoE block, which is a leaf of the graph and was read alone."""
         if node.kind == "module" and (block := self.blocks.get(node.source)) is not None:
             if isinstance(block, Unreadable):
                 raise Unreadable(f"its MoE block: {block}")
             if len(node.inputs) != 1 or node.output:
-                raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
+                raise self.refuse("an MoE block must take and return one tensor:", node)
             self.layers_read += 1
-            given = {name: value for name, value in block.arguments.items() if name != "residual"}
+            block_arguments = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
-            return Reading(prefixed(given, node.source), self.input_of(node), logits_of=logits_of)
+            return Reading(prefixed(block_arguments, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
         arguments = {"dropout_p": self.probability(hidden)}
-        if (found := self.activation(h)) is not None:
-            activation, z = found
-            up = self.linear(z, "what the activation reads")
+        if (match := self.activation(h)) is not None:
+            activation, z = match
+            up = self.linear(z, "the activation's input")
             return Reading(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if not h.is_function("mul", of=2):
             raise self.refuse("the hidden layer ends in", h)
-        a, b = (self.strip(one) for one in h.inputs)
+        a, b = (self.strip(operand) for operand in h.inputs)
         for gate, up_node in ((a, b), (b, a)):
-            found, up = self.activation(gate), self.linear_of(up_node)
-            if found is None or up is None:
+            match, up = self.activation(gate), self.linear_of(up_node)
+            if match is None or up is None:
                 continue
-            activation, gate_node = found
-            gate_layer = self.linear(gate_node, "what the activation reads")
+            activation, gate_node = match
+            gate_layer = self.linear(gate_node, "the activation's input")
             pairs = [(gate_layer, up)]
-            if gate_node is up_node:  # one weight for both, in one order or the other
+            if gate_node is up_node:  # both are parts of one weight, in either order
                 pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
             elif gate_layer.input is not up.input:
                 continue
-            orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
+            orders = [layers_as(gate=gate, up=up, down=down) for gate, up in pairs]
             return Reading(
                 arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
             )
@@ -80,14 +80,14 @@ class Grammar(Steps):
     # -- sublayers
 
     def branch(self, node: Node, core) -> Reading:
-        """[drop path] [scale] [norm] [dropout] core."""
+        """Reads [drop path] [scale] [norm] [dropout] core."""
         around, after = {}, []
         node = self.strip(node)
         if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
             node = self.input_of(node)
-        while (found := self.scale(node)) is not None:
-            scale, node = found
+        while (match := self.scale(node)) is not None:
+            scale, node = match
             if scale != 1.0 and around.setdefault("layer_scale", scale) is not scale:
                 raise Unreadable("a branch is scaled twice")
         if self.norm(node) is not None:
@@ -98,22 +98,23 @@ class Grammar(Steps):
         return part
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
-        """(layer_scale, what it scales)."""
+        """Returns (layer_scale, the node that it scales); None for other nodes."""
         if (factor := self.factor(node)) is not None:
             return factor, self.input_of(node)
         if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
             return weight and (weight, self.input_of(node))
-        for one, other in node.pairs:
-            if one.kind == "parameter" != other.kind and len(one.shape) == 1:
-                return Weight(one.source), self.strip(other)
-        if (found := self.of_samples(node)) is not None:
-            return Computed(found[0], True), self.strip(found[1])
+        for parameter, other in node.pairs:
+            if parameter.kind == "parameter" != other.kind and len(parameter.shape) == 1:
+                return Weight(parameter.source), self.strip(other)
+        if (pair := self.of_samples(node)) is not None:
+            return Computed(pair[0], True), self.strip(pair[1])
         return None
 
     @staticmethod
     def of_samples(node: Node) -> tuple[Node, Node] | None:
-        """(a vector for each sample, what it meets) of a sum or product [B, ..., d] of two tensors."""
+        """Returns (a vector for each sample, the other operand) of a sum or product [B, ..., d] of two tensors; None for
+        other nodes."""
         shape = (*(1,) * (len(node.shape) - 2), node.shape[-1])
         for vectors, other in node.pairs if len(node.shape) > 2 else ():
             if vectors.shape[1:] == shape and vectors.shape[0] in (1, node.shape[0]) and other.shape == node.shape:
@@ -121,10 +122,10 @@ class Grammar(Steps):
         return None
 
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
-        """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
-        found = {}
+        """Returns (the arguments of a norm [* (1 + scale)] [+ shift], the node that it reads); None for other nodes."""
+        arguments = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
-            found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
+            arguments["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
         if node.is_function("mul") and (pair := self.of_samples(node)) is not None:
             one_more, normed = map(self.strip, pair)
             if self.norm(normed) is None:
@@ -132,11 +133,11 @@ class Grammar(Steps):
             is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
             if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
-            found["norm_scale"], node = Computed(one_more.inputs[0], True), normed
-        return None if self.norm(node) is None else (self.norm_arguments(node) | found, self.input_of(node))
+            arguments["norm_scale"], node = Computed(one_more.inputs[0], True), normed
+        return None if self.norm(node) is None else (self.norm_arguments(node) | arguments, self.input_of(node))
 
     def is_sum(self, node: Node) -> bool:
-        """Of two tensors, and not a linear layer with its update."""
+        """Returns whether the node is a sum of two tensors, and not a linear layer with its update."""
         return node.is_function("add", of=2) and self.linear_of(node) is None
 
     def sublayer(self, node: Node, core) -> Reading:
@@ -145,7 +146,7 @@ class Grammar(Steps):
             trailing, node = node, self.input_of(node)
         if not self.is_sum(node):
             if trailing is not None:
-                raise Unreadable("a norm without a residual")
+                raise Unreadable("a branch that ends in a norm has no residual")
             return self.with_norm(self.branch(node, core), None)
         reasons = []
         for residual, branch in node.pairs:
@@ -165,7 +166,7 @@ class Grammar(Steps):
         raise Unreadable(max(reasons, key=len))
 
     def with_norm(self, part: Reading, x: Node | None) -> Reading:
-        """The part with the norm that it reads from. x: the residual, if there is one."""
+        """Adds the norm that the part reads from, and returns the part. x: the residual, if there is one."""
         part.arguments["residual"] = x is not None
         if part.x is not x and (normed := self.normed(part.x)) is not None:
             arguments, part.x = normed
@@ -175,24 +176,24 @@ class Grammar(Steps):
     # -- modules
 
     def terms(self, node: Node, dropouts: list[Probability]) -> list[Node]:
-        """The terms of a sum. dropouts: collects those of sums."""
+        """Returns the terms of a sum. dropouts: collects the dropouts of sums."""
         own: list[Probability] = []
         total = self.strip(node, own)
         if not self.is_sum(total):
             return [self.strip(node)]
         dropouts += own
-        return [term for one in total.inputs for term in self.terms(one, dropouts)]
+        return [term for summand in total.inputs for term in self.terms(summand, dropouts)]
 
     def parallel(self, node: Node) -> Reading:
-        """x + attention branch + MLP branch."""
+        """Reads x + attention branch + MLP branch."""
         dropouts: list[Probability] = []
         terms = self.terms(node, dropouts)
         arguments = [term for term in terms if term.kind == "argument"]
         branches = [term for term in terms if term.kind != "argument"]
         if len(arguments) != 1 or len(branches) != 2:
-            raise Unreadable("not x + attention + MLP")
+            raise Unreadable("it is not x + attention + MLP")
         if any(p.value for p in dropouts):
-            raise Unreadable("a dropout over several branches")
+            raise Unreadable("one dropout covers several branches")
         reasons = []
         for first, second in (branches, branches[::-1]):
             try:
@@ -216,7 +217,7 @@ class Grammar(Steps):
         if attention.x.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.x, read_attention), attention
             if "router_weight" in mlp.arguments:
-                raise Unreadable("an MoE layer with cross-attention")
+                raise Unreadable("an MoE layer has cross-attention")
         if attention.x.kind != "argument":
             raise self.refuse("the attention sublayer reads", attention.x)
         return layer_of(attention, mlp, attention.x, cross)
@@ -229,25 +230,25 @@ class Grammar(Steps):
         return part
 
     def chain(self, node: Node) -> Reading:
-        """act(linear(... act(linear(x)))), one activation throughout."""
+        """Reads act(linear(... act(linear(x)))), with one activation throughout."""
         weights, biases, activations = [], [], []
         node = self.strip(node)
         while node.kind != "argument":
-            if (found := self.activation(node)) is not None:
-                activations.append(found[0])
-                node = found[1]
+            if (match := self.activation(node)) is not None:
+                activations.append(match[0])
+                node = match[1]
             elif isinstance(self.module, nn.Linear):
                 activations.append("identity")
             else:
-                raise self.refuse("no activation but", node)
-            linear = self.linear(node, "what the activation reads")
+                raise self.refuse("an activation expected, found", node)
+            linear = self.linear(node, "the activation's input")
             if linear.update is not None:
-                raise Unreadable("a low-rank update in a chain of linear layers")
+                raise Unreadable("a chain of linear layers has a low-rank update")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
             node = linear.input
         if not weights or len(set(activations)) > 1:
-            raise Unreadable("not a chain of linear layers with one activation")
+            raise Unreadable("it is not a chain of linear layers with one activation")
         if len(weights) == 1:
             arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
             return Reading(arguments, node, op="linear_act")
@@ -268,7 +269,7 @@ def layer_of(
         if part is not None:
             arguments[name] = part.arguments
             for choice in part.choices:
-                choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
+                choices.append([{f"{name}.{key}": value for key, value in answer.items()} for answer in choice])
     return Reading(arguments, x, choices, mlp.logits_of, "transformer_layer")
 
 
@@ -278,9 +279,9 @@ def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Readi
     for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
         grammar.layers_read, grammar.masked = 0, {}
         try:
-            found = way(output)
-            found.x = found.x.source
-            return found
+            reading = way(output)
+            reading.x = reading.x.source
+            return reading
         except Unreadable as reason:
             refusals.append((grammar.layers_read, str(reason)))
-    raise Unreadable(max(refusals, key=lambda one: one[0])[1])
+    raise Unreadable(max(refusals, key=lambda refusal: refusal[0])[1])

@@ -1,5 +1,5 @@
-"""Guards a converted module: compares its inside with what was checked, as far as its forward reads it: the attributes of its
-modules and of the objects that these hold, such as configurations."""
+"""Guards a converted module: compares what its forward reads inside with what was checked: attributes of its modules, and of
+the objects that these hold, such as configurations."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from .quantized import REPACKS, is_quantised
 from .report import AGAIN, warn_of
 from .trace import PLAIN_VALUES, Call
 
-# Attributes of an object that were read, by name, with those that were read of their values. None: all, whatever they are.
+# The attributes of an object that were read, by name, with the Reads of their values. None: any attribute.
 Reads = dict[str, Any]
 
-OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes, which do not tell modules apart
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes of every module, which are not compared
 CONTAINERS = (list, dict, set, tuple)
 # Compared by ==.
 VALUES = (*PLAIN_VALUES, bytes, complex, slice, range, torch.dtype, torch.device, torch.Size, enum.Enum)
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType)
-UNREAD = (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)  # what has no attributes that are noted as those of an object
+UNREAD = (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)  # values whose attributes are not noted
 
 
 class _Recorder:
-    """Notes attributes while classes have its `__getattribute__`. of: objects by id, with the names that were read of them and,
-    where that is an object, the value."""
+    """Notes attributes that are read while classes have its `__getattribute__`. of: objects by id, with the names that were
+    read and, where that is an object, the value."""
 
     def __init__(self, module: nn.Module):
         self.of: dict[int, tuple[object, dict[str, Any]]] = {id(m): (m, {}) for m in module.modules()}
         self.whole: set[int] = set()  # ids of objects whose __dict__ was read, or whose reads cannot be seen
-        self.classes: dict[type, Callable | None] = {}  # with the __getattribute__ of their own, if they have one
+        self.classes: dict[type, Callable | None] = {}  # with their own __getattribute__, if any
         for m in list(module.modules()):
             self.observe(m)
 
-    def observe(self, one: object) -> None:
-        kind = type(one)
+    def observe(self, owner: object) -> None:
+        kind = type(owner)
         if kind in self.classes:
             return
         read, own = kind.__getattribute__, vars(kind).get("__getattribute__")
@@ -73,7 +73,7 @@ class _Recorder:
         try:
             kind.__getattribute__ = noted  # type: ignore[method-assign, assignment]
         except TypeError:  # a class that is not written in Python
-            self.whole.add(id(one))
+            self.whole.add(id(owner))
         else:
             self.classes[kind] = own
 
@@ -84,21 +84,21 @@ class _Recorder:
             else:
                 kind.__getattribute__ = own  # type: ignore[method-assign]
 
-    def reads(self, one: object, above: frozenset[int] = frozenset()) -> Reads | None:
-        if id(one) in self.whole:
+    def reads(self, owner: object, above: frozenset[int] = frozenset()) -> Reads | None:
+        if id(owner) in self.whole:
             return None
-        common, above = (OF_EVERY_MODULE if isinstance(one, nn.Module) else ()), above | {id(one)}
+        common, above = (OF_EVERY_MODULE if isinstance(owner, nn.Module) else ()), above | {id(owner)}
         return {
             name: {} if value is None or id(value) in above else self.reads(value, above)
-            for name, value in self.of[id(one)][1].items()
+            for name, value in self.of[id(owner)][1].items()
             if name not in common and not name.startswith("__") and not hasattr(nn.Module, name)
         }
 
 
 def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
-    """What the class's forward reads in training and in evaluation, by the path of each module inside."""
+    """Returns what the class's forward reads in training and in evaluation, by the path of each module inside."""
     with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
-        (args, kwargs), found = call, {}
+        (args, kwargs), reads = call, {}
         for mode in (True, False):
             module.train(mode)
             recorder = _Recorder(module)
@@ -106,41 +106,43 @@ def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
                 type(module).forward(module, *args, **kwargs)
             finally:
                 recorder.stop()
-            found = all_reads(found, {path: recorder.reads(m) for path, m in module.named_modules()})
-        return found
+            reads = all_reads(reads, {path: recorder.reads(m) for path, m in module.named_modules()})
+        return reads
 
 
-def all_reads(one: Reads | None, other: Reads | None) -> Any:
-    """All that either has read."""
-    if one is None or other is None:
+def all_reads(reads: Reads | None, other: Reads | None) -> Any:
+    """Returns all that either has read."""
+    if reads is None or other is None:
         return None
-    return {name: all_reads(one.get(name, {}), other.get(name, {})) for name in {**one, **other}}
+    return {name: all_reads(reads.get(name, {}), other.get(name, {})) for name in {**reads, **other}}
 
 
-# They change no result: `not_repacked` switches the first off while a module is read, and transformers asks for the other
-# whether it makes a checkpoint of what is one already.
+# Attributes that change no result: `not_repacked` switches the first off while a module is read, and by the other
+# transformers decides whether to checkpoint what is a checkpoint already.
 HARMLESS = (REPACKS, "gradient_checkpointing")
 
 
 def is_container(value: object) -> bool:
-    """Returns whether it is a container of things whose == has a truth value."""
+    """Returns whether the value is a container whose == has a truth value."""
     if not isinstance(value, CONTAINERS):
         return False
     held = value.values() if isinstance(value, dict) else value
-    return not any(hasattr(one, "__array__") or (isinstance(one, CONTAINERS) and not is_container(one)) for one in held)
+    return not any(
+        hasattr(item, "__array__") or (isinstance(item, CONTAINERS) and not is_container(item)) for item in held
+    )
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of nested containers, which later changes in place do not reach."""
+    """Returns a copy of nested containers, which later changes in place do not reach."""
     if type(value) in (list, tuple):
         return type(value)(map(snapshot, value))
     if type(value) is dict:
-        return {key: snapshot(one) for key, one in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """(module, name, module, name) of parameters that are one: the fused call takes the first."""
+    """Returns (module, name, module, name) for each pair of tied parameters. The fused call takes the first."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for m in module.modules():
@@ -151,11 +153,11 @@ def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
 
 
 class Held(NamedTuple):
-    """What a module, or an object that it holds, had of the attributes that forward reads.
+    """Holds the attributes that forward reads of a module, or of an object that it holds.
 
-    path: of the module, or of the module and the attributes that lead to the object. values: plain ones and containers, by
-    name; objects: others, which are compared by identity; absent: names that it had not; known: where forward may read any
-    attribute, those that it had.
+    path: of the module, and of the attributes that lead to the object. values: plain values and containers, by name; objects:
+    others, which are compared by identity; absent: names that were not there; known: all names, where forward may read any
+    attribute.
     """
 
     owner: Any
@@ -167,7 +169,7 @@ class Held(NamedTuple):
 
 
 def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str] = ()) -> Iterator[Held]:
-    """The owner's and those of the objects that it holds."""
+    """Yields the Held of the owner, and of the objects that it holds."""
     own, is_module = vars(owner), isinstance(owner, nn.Module)
     names = [name for name in (own if reads is None else reads) if name not in skipped]
     if is_module:
@@ -175,27 +177,26 @@ def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str]
     absent = frozenset(names) - own.keys()
     if is_module:
         absent -= owner._parameters.keys() | owner._buffers.keys() | owner._modules.keys()
-    found = Held(owner, path, {}, {}, absent, frozenset(own) if reads is None else None)
+    held = Held(owner, path, {}, {}, absent, frozenset(own) if reads is None else None)
     for name in names:
         value = own.get(name)
         if name not in own or isinstance(value, Tensor):
             continue
         if isinstance(value, VALUES) or is_container(value):
-            found.values[name] = snapshot(value)
+            held.values[name] = snapshot(value)
         else:
-            found.objects[name] = value
+            held.objects[name] = value
             if reads is not None and reads[name] != {} and isinstance(getattr(value, "__dict__", None), dict):
                 yield from held_of(value, joined(path, name), reads[name])
-    if any(found[2:]):
-        yield found
+    if any(held[2:]):
+        yield held
 
 
 class Watch:
     """Tells whether the inside of a module is still what was checked: submodules, their classes and hooks, the attributes that
-    its forward reads of them and of what they hold, such as a configuration, and parameters that are plain memory.
+    its forward reads of them and of what they hold, such as a configuration, and plain parameters.
 
-    A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full
-    once.
+    A call costs a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full once.
     """
 
     def __init__(
@@ -203,22 +204,22 @@ class Watch:
         module: nn.Module,
         reads: dict[str, Reads | None],
         live: Collection[tuple[str, str]] = (),
-        given: Collection[str] = (),
+        routers: Collection[str] = (),
     ):
-        """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
-        paths of modules whose hooks a call gives what they collect."""
-        self.module, self.given = module, [module.get_submodule(path) for path in given]
+        """Notes the present inside. reads: by the path of each module (reads_of); live: (path, attribute) that each call
+        reads anew; routers: paths of modules whose hooks collect logits."""
+        self.module, self.routers = module, [module.get_submodule(path) for path in routers]
         self.structure = [
             (m, path, {name: (child, type(child)) for name, child in m._modules.items()})
             for path, m in module.named_modules()
         ]
-        found = [
-            one
+        held = [
+            item
             for path, m in module.named_modules()
-            for one in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
+            for item in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
         ]
-        self.held = list({id(one.owner): one for one in found}.values())  # a configuration that several share, once
-        self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of parts that are converted
+        self.held = list({id(item.owner): item for item in held}.values())  # a shared configuration counts once
+        self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of converted parts
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Callable[[bool], bool] | None = None
@@ -227,24 +228,24 @@ class Watch:
         return self.__dict__ | {"compared": None}
 
     def comparison(self) -> Callable[[bool], bool]:
-        """Returns what `unchanged` calls, with what it compares looked up beforehand: views of live things, and what they
-        were."""
+        """Returns the function that `unchanged` calls, with what it compares looked up beforehand: live views, and their
+        checked values."""
         modules, flat = [m for m, *_ in self.structure], itertools.chain.from_iterable
         inner = modules[1:]
         hooks = [
             d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        given = {id(m._forward_hooks) for m in self.given}  # of routers, which a call gives the logits
+        collecting = {id(m._forward_hooks) for m in self.routers}  # the hooks of routers, which get the logits
         children = [m._modules.values() for m, _, children in self.structure if children]
-        below, classes = ([one[i] for *_, held in self.structure for one in held.values()] for i in (0, 1))
-        valued = [(vars(one.owner), one.values) for one in self.held if one.values]
+        below, classes = ([child[i] for *_, held in self.structure for child in held.values()] for i in (0, 1))
+        valued = [(vars(held.owner), held.values) for held in self.held if held.values]
         settings = [(operator.itemgetter(*names), d) for d, names in valued]
         values = [operator.itemgetter(*names)(names) for _, names in valued]
         parameters = [m._parameters.values() for m in modules if m._parameters]
         modes = [vars(m) for m, _, children in self.structure[1:] if children]
         attributes = list(({id(m): vars(m) for m in inner} | {id(h.owner): vars(h.owner) for h in self.held}).values())
         counts = [-1] * len(attributes)
-        objects = [(vars(one.owner), name, value) for one in self.held for name, value in one.objects.items()]
+        objects = [(vars(held.owner), name, value) for held in self.held for name, value in held.objects.items()]
 
         def is_equal(collects: bool) -> bool:
             training = self.module.training
@@ -258,7 +259,7 @@ class Watch:
                 and list(map(type, live)) == classes
                 and (
                     not any(hooks)
-                    or all(collects_first(d) if collects and id(d) in given else dormant(d) for d in hooks if d)
+                    or all(collects_first(d) if collects and id(d) in collecting else dormant(d) for d in hooks if d)
                 )
                 and [get(d) for get, d in settings] == values
                 and self.kinds.issuperset(map(type, flat(parameters)))
@@ -272,7 +273,7 @@ class Watch:
         return is_equal
 
     def unchanged(self, collects: bool = True) -> bool:
-        """collects: may hooks of routers collect logits?"""
+        """Returns whether the inside is what was checked. collects: hooks of routers may collect logits."""
         try:
             self.compared = self.compared or self.comparison()
             return self.compared(collects)
@@ -280,7 +281,7 @@ class Watch:
             return False
 
     def added(self) -> Iterator[str]:
-        """Says which attributes there are that forward would read, or run."""
+        """Yields the new attributes and hooks that forward would read or run."""
         for m, path, _ in self.structure[1:]:
             if not untouched(m) and (hooked(m) or vars(m).get("forward") is not self.forwards[m]):
                 yield f"{path} has a hook, or a forward of its own"
@@ -290,7 +291,7 @@ class Watch:
                 yield f"{joined(path, name)} is {vars(owner)[name]!r}"
 
     def differences(self) -> Iterator[str]:
-        """Says what is not as it was checked."""
+        """Yields what differs from what was checked."""
         training = self.module.training
         for m, path, children in self.structure:
             for name in m._modules.keys() | children.keys():
@@ -303,10 +304,10 @@ class Watch:
                 if type(p) not in self.kinds:
                     yield f"{joined(path, name)} is a {type(p).__name__}"
             if children and m.training is not training:
-                yield f"{path} is in {'training' if m.training else 'evaluation'} mode, other than the layer that it is in"
+                yield f"{path} is in {'training' if m.training else 'evaluation'} mode, unlike the layer that it is in"
         yield from self.added()
         for m, path, _ in self.structure[1:]:
-            if m in self.given and m._forward_hooks and not collects_first(m._forward_hooks):
+            if m in self.routers and m._forward_hooks and not collects_first(m._forward_hooks):
                 yield f"{path} has a hook that does not collect its logits"
         for owner, path, values, objects, *_ in self.held:
             for name, was in (values | objects).items():
@@ -315,18 +316,18 @@ class Watch:
                     yield f"{joined(path, name)} is {now!r}, and was {was!r}"
         for a, name, b, as_ in self.ties:
             if a._parameters[name] is not b._parameters[as_]:
-                yield f"the parameters {name} and {as_} are not one any more"
+                yield f"the parameters {name} and {as_} are no longer tied"
 
     def difference(self) -> str:
-        """Says what is not as it was checked, where it is first, and the remedy."""
+        """Returns the first difference from what was checked, with the remedy."""
         try:
-            found = next(self.differences(), "something inside cannot be compared")
+            cause = next(self.differences(), "something inside cannot be compared")
         except Exception as error:  # comparing someone's objects may raise anything
-            found = f"comparing what is inside raises {type(error).__name__}: {error}"
-        return f"{found}. {AGAIN}"
+            cause = f"comparing what is inside raises {type(error).__name__}: {error}"
+        return f"{cause}. {AGAIN}"
 
     def warn(self, name: str) -> None:
-        """Warns of a compiled call of the module, which is an activation checkpoint."""
+        """Warns that a compiled call of the module runs as an activation checkpoint."""
         warn_of(name, "checkpointed", type(self.module).__name__, self.difference())
 
 

@@ -1,10 +1,10 @@
-"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call
-that computes the loss; and the norm whose result the head reads, and makes it save its input alone.
+"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call that
+computes the loss. Makes the norm whose result the head reads save its input alone.
 
-A norm written in PyTorch ops, such as transformers' RMSNorm, saves its input, in float32, and what it is divided to, all
-tokens of each. In a model whose layers save their inputs these are the largest tensors beside them.
+A norm written in PyTorch ops, such as transformers' RMSNorm, saves its input in float32 and its quotient, of all tokens. In a
+model whose layers save only their inputs these are the largest other tensors.
 
-TRL's trainers read the head's weight themselves since version 1.16 and never call the head, so they take no lazy logits of it:
+TRL's trainers since version 1.16 read the head's weight themselves and never call the head, so they get no lazy logits:
 `patch_trl` makes their fused head run linear_cross_entropy.
 """
 
@@ -53,42 +53,43 @@ NO_LABELS = (
     "empty. Give convert an example with labels that count"
 )
 NOT_RUN = "the example's call did not run it. Give convert a call that does"
-NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
+NO_LOSS = "the example's call has no F.cross_entropy of its logits. With labels, the head and its loss become one op"
 
 
 class Ran(TorchFunctionMode):
-    """Notes what the example's call runs: the modules, by `note`, the tensors that functions take, and the numbers of classes
+    """Notes what the example's call runs: the modules, by `note`, the tensors that functions take, and the number of classes
     of every F.cross_entropy and F.nll_loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: set[nn.Module] = set()
         self.taken: set[int] = set()  # tensors by id
-        self.weights: set[int] = set()  # of these those of every F.linear
+        self.weights: set[int] = set()  # weights of every F.linear, by id
         self.classes: set[int] = set()
-        self.counts = False  # does any of the losses' targets?
-        self.of_module = False  # does nn.CrossEntropyLoss call one? Dynamo takes that for a function of tensors
+        self.counts = False  # some target of a loss is not ignored
+        self.of_module = False  # nn.CrossEntropyLoss calls one, which Dynamo treats as a function of tensors
 
     def note(self, module: nn.Module, args: tuple) -> None:
         is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
-        self.modules.update(module.modules() if is_compiled else (module,))  # whose inner calls are not seen
+        # inner calls of compiled modules are not seen
+        self.modules.update(module.modules() if is_compiled else (module,))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.taken.update(map(id, tensors_in((args, kwargs))))
         if is_loss(function):
-            given = arguments_of(Step(function, args, kwargs))
-            logits, target = given["input"], given["target"]
+            arguments = arguments_of(Step(function, args, kwargs))
+            logits, target = arguments["input"], arguments["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
-            self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())
+            self.counts |= bool(target.is_floating_point() or (target != arguments.get("ignore_index", -100)).any())
             self.of_module |= any(frame.f_code is nn.CrossEntropyLoss.forward.__code__ for frame in callers(4))
         elif function is F.linear:
             self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
         return function(*args, **kwargs)
 
     def misses(self, module: nn.Module) -> bool:
-        """Returns whether the module, with matrices among its parameters, was not run: neither it nor a module inside was
-        called, nor did a function take its parameters, as with a tied head. Of leaf modules, linear layers alone."""
+        """Returns whether a module with matrices among its parameters was not run: neither it nor a module inside was
+        called, and no function took its parameters, as with a tied head. Of leaf modules, linear layers alone count."""
         parameters = list(module.parameters())
         if all(p.dim() < 2 for p in parameters) or not self.modules.isdisjoint(module.modules()):
             return False
@@ -101,13 +102,13 @@ class Ran(TorchFunctionMode):
 
 
 def scalars(output: Any) -> list[Tensor]:
-    """What a model returns that may be a loss."""
-    return [one for one in floating_in(output) if one.dim() == 0]
+    """Returns the scalars among a model's outputs, which may be a loss."""
+    return [tensor for tensor in floating_in(output) if tensor.dim() == 0]
 
 
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
-    """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
-    numbers; None for other modules."""
+    """Returns the template {"lora"} of a linear layer with one of these numbers of classes and one low-rank update, which
+    was read and checked on random numbers; None for other modules."""
     base = module._modules.get("base_layer")
     if (
         base is None
@@ -136,22 +137,23 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
 
 
 def kinds_of(tensors: Iterable[Tensor | None]) -> str:
-    """The classes of those that are no plain memory."""
-    return " and a ".join(sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN}))
+    """Returns the names of the tensors' classes other than Tensor and Parameter."""
+    return " and a ".join(sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN}))
 
 
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
-    The layer's own forward runs without gradients, under torch.compile, in torch.func's transforms, and if something is not as
-    before: its class (LoRA), hooks, a weight that is no plain memory. template: of a layer with a low-rank update (`adapted`).
+    The layer's own forward runs without gradients, in torch.func's transforms, under torch.compile unless only a loss reads the
+    logits, and if something has changed: its class (LoRA), hooks, a weight of another kind. template: of a layer with a
+    low-rank update (`adapted`).
     """
 
     is_region = False
     arguments: Callable | None = None
     watch: Watch | None = None
     log: list[tuple[Step, bool]] | None = None  # during the example's call
-    only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
+    only_loss = False  # only F.cross_entropy took the logits in the example's call
 
     def __init__(self, module: nn.Module, recompute: str, template: dict[str, Any] | None = None):
         super().__init__(module, recompute)
@@ -192,7 +194,7 @@ class Head(Forward):
             self.count("original", lambda: cause)
 
     def why_not(self, args: tuple, kwargs: dict[str, Any], lora: LoRA | None) -> str:
-        """Why the layer's own forward runs in a training call, and the remedy; "" if it need not."""
+        """Returns why the layer's own forward runs in a training call, with the remedy; "" if it need not."""
         if len(args) != 1 or kwargs:
             return "it is called with more than its input. Leave it out by exclude="
         if (lora is None) != (self.watch is None):
@@ -223,7 +225,7 @@ class Head(Forward):
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Has it vectors for parameters, and nothing else?"""
+    """Returns whether the module has vectors as parameters, and neither buffers nor submodules."""
     parameters = list(module.parameters())
     return (
         bool(parameters)
@@ -235,9 +237,9 @@ def may_be_norm(module: nn.Module) -> bool:
 
 
 class Norm(Forward):
-    """The class's forward in chunks of tokens that fit the workspace, which saves its input and recomputes each chunk in
-    backward; as it is at recompute="none", without gradients, under torch.compile, which recomputes of itself what is
-    elementwise, and in torch.func's transforms."""
+    """Runs the class's forward in chunks of tokens that fit the workspace, saves its input, and recomputes each chunk in
+    backward. It runs the forward unchanged at recompute="none", without gradients, under torch.compile, which recomputes
+    elementwise ops itself, and in torch.func's transforms."""
 
     is_region = False
 
@@ -269,14 +271,15 @@ class Norm(Forward):
 
 
 def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
-    """The norm's row in the table and its new forward; None if it is not token-wise, or saves hardly more than its input."""
+    """Returns (the norm's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
+    input."""
     forward = Norm(module, recompute)
     row = Row(name, type(module).__name__, "tiled")
     try:
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
         row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
-    except Exception:  # what convert need not replace stays as it is
+    except Exception:  # a norm that cannot be replaced stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
 
@@ -285,15 +288,15 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
 
 
 class Chain:
-    """What a model does with a head's logits, from the linear layer to the loss, which is the last step."""
+    """Describes what a model does with a head's logits, from the linear layer to the loss, which is the last step."""
 
     def __init__(self, last: Step):
         self.last, logits = last, last.logits[0]
         self.matmul, steps = logits.matmul, (*logits.steps, last)
-        self.kind = tuple((s.name, str([one for one in s.others if not isinstance(one, Tensor)])) for s in steps)
+        self.kind = tuple((s.name, str([value for value in s.others if not isinstance(value, Tensor)])) for s in steps)
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
-        """The loss of these tensors in place of the head's; with a mode by lazy logits."""
+        """Returns the loss of these tensors in place of the head's. mode: by lazy logits, in this mode."""
         own = self.matmul.lora
         count = len(flat) - 2 * (own is not None)
         lora = None if own is None else LoRA(*flat[count:], own.scale)  # without dropout
@@ -301,54 +304,55 @@ class Chain:
         return replayed(self.last, matmul.values() if mode is None else matmul.logits())
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
-        """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
-        made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
-        made[0] = made[0].to(torch.promote_types(made[0].dtype, made[1].dtype))  # autocast rounds it
-        made[1] *= 4 * made[1].shape[1] ** -0.5
-        for one in made[-2:] if self.matmul.lora is not None else ():
-            one *= one.shape[1] ** -0.5
-        return made
+        """Returns random tensors in place of the head's, whose logits are large enough for a softcap to show."""
+        tensors = [torch.randn_like(change(tensor.detach())) for tensor in self.matmul.tensors]
+        tensors[0] = tensors[0].to(torch.promote_types(tensors[0].dtype, tensors[1].dtype))  # autocast rounds it
+        tensors[1] *= 4 * tensors[1].shape[1] ** -0.5
+        for matrix in tensors[-2:] if self.matmul.lora is not None else ():
+            matrix *= matrix.shape[1] ** -0.5
+        return tensors
 
     def compared(self, mode: str) -> tuple[float, int, int]:
-        """Returns (the largest relative error of the loss and its gradients, bytes that are saved for backward besides
-        parameters and targets without us, and with us)."""
+        """Returns (the largest relative error of the loss and its gradients, bytes saved for backward besides parameters and
+        targets by the model, the same by linear_cross_entropy)."""
         flat = self.example(wide)
         error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
-        flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
-        given = [one for one in self.last.others if type(one) is Tensor]
+        flat, bytes_ = [tensor.requires_grad_() for tensor in self.example(lambda t: t)], []
+        targets = [tensor for tensor in self.last.others if type(tensor) is Tensor]
         for lazy in (None, mode):
-            with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
+            with torch.enable_grad(), saved_tensors([*flat[1:], *targets]) as saved:
                 self.loss(flat, lazy)
             bytes_.append(saved.bytes)
         return error, *bytes_
 
 
 class Heads:
-    """The heads of a model, by a call of it that computes a loss."""
+    """Finds the heads of a model, in a call that computes a loss."""
 
     def __init__(self, model: nn.Module, call: Call, ran: Ran, before: list[Tensor]):
-        """ran: what such a call ran; before: the scalars that it returned."""
+        """Reads the heads. ran: what such a call ran; before: the scalars that it returned."""
         self.model, self.ran, self.before = model, ran, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-        # those with a low-rank update, and what they are read as
+        # layers with a low-rank update, with their templates
         with switched(model):
-            self.adapted = {m: found for m in model.modules() if (found := adapted(m, ran.classes)) is not None}
+            self.adapted = {m: template for m in model.modules() if (template := adapted(m, ran.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
         candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
         self.logs: dict[nn.Module, list[tuple[Step, bool]]] = {m: [] for m in candidates}
-        # inputs of the norms whose results such heads read that become one op with their loss
+        # norms whose results are read by heads that become one op with their loss, with their inputs
         self.norms: dict[nn.Module, Tensor] = {}
         self.refused = "" if ran.counts else NO_LABELS
         if candidates and not self.refused:
             try:
                 self.logs = self.logged(candidates, call)
-            except Exception as error:  # someone's forward may do with logits what only values bear
+            except Exception as error:  # a forward may do with logits what needs values
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
 
     def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[tuple[Step, bool]]]:
-        """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
+        """Calls the model with these layers as heads, and returns the log of each. Raises Unreadable if the model returns
+        another loss."""
         (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
         norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
 
@@ -356,7 +360,7 @@ class Heads:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
                 norms.append((module, upcast(module)(args[0]), y.detach()))
 
-        with seeded(), unmoved(self.model), torch.no_grad():  # which takes hooks and forwards back, too
+        with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards
             for m in filter(may_be_norm, list(self.model.modules())):
                 m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
@@ -364,7 +368,7 @@ class Heads:
             self.model.eval()
             returned = scalars(self.model(*args, **kwargs))
         read = [step.logits[0].matmul.x for head in heads.values() for step, _ in head.log]  # autocast rounds it
-        wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
+        wide = all(tensor.dtype.itemsize >= 4 for tensor in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
         for ours, theirs in zip(returned, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
@@ -375,8 +379,8 @@ class Heads:
         return {module: head.log for module, head in heads.items()}
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Forward | None]:
-        """Its row in the table, and its new forward if it is replaced; no row for a layer that is no head, nor a norm before
-        one that saves less in chunks."""
+        """Returns the module's row in the table, and its new forward if it is replaced. The row is None for a layer that is
+        not a head, and for a norm that does not save less in chunks."""
         if module in self.norms and (norm := replaced_norm(name, module, self.norms[module], recompute)):
             return norm
         row = Row(name, type(module).__name__, None)
@@ -391,7 +395,7 @@ class Heads:
             )
             return row if likely else None, None
         log = self.logs[module]
-        chains = {one.kind: one for one in (Chain(step) for step, covered in log if covered)}
+        chains = {chain.kind: chain for chain in (Chain(step) for step, covered in log if covered)}
         if not chains:
             passed = next((step.name for step, _ in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
@@ -405,12 +409,12 @@ class Heads:
             return row, None
         row.saved_before, row.saved_after = sum(before), sum(after)
         if row.saved_after >= row.saved_before:
-            row.reason = f"{OP} saves no less"
+            row.reason = f"{OP} does not save less"
             return row, None
         others = sorted({step.name for step, covered in log if not covered})
         if others:
             warnings.warn(
-                f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",
+                f"ckptkern.convert: forward also passes the logits of {name} to {', '.join(others)}, which needs their values",
                 stacklevel=6,
             )
         row.replaced_by = OP
@@ -419,7 +423,7 @@ class Heads:
         return row, forward
 
 
-# Of trl.kernels.ChunkedLogProbFunction.forward in TRL 1.16: its arguments, and what it returns after the log-probabilities.
+# trl.kernels.ChunkedLogProbFunction.forward of TRL 1.16: its arguments, and its outputs after the log-probabilities.
 ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
@@ -430,20 +434,18 @@ _patches: list[Patch] = []  # not yet removed, oldest first
 
 
 def patch_trl(workspace: int | str | None = None) -> Patch:
-    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()``, or the
+    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()`` or the
     end of a ``with`` block.
 
         ckptkern.convert(model, input_ids=ids, labels=ids)
         ckptkern.patch_trl()
         trl.SFTTrainer(model, ...).train()
 
-    For TRL 1.16's SFT, DPO, KTO, GRPO and RLOO, which compute a token's log-probability, entropy and accuracy from the hidden
-    states and lm_head.weight in buffers of 4,096 tokens x 32,768 classes. Here their memory is bounded by `workspace` (see
-    linear_cross_entropy), no float32 gradient of the whole weight is formed, and logits are float32 where TRL rounds them to
-    the hidden states' dtype. Saves 8 bytes a token for backward. The latest patch's workspace holds until all are removed.
+    The patch covers SFT, DPO, KTO, GRPO and RLOO of TRL 1.16. `workspace` bounds its memory. It saves 8 bytes a token for
+    backward.
 
-    Raises ImportError, which says what to install, RuntimeError if TRL's function is not that of 1.16, ValueError (workspace);
-    a call raises RuntimeError for a weight that DeepSpeed's ZeRO-3 has split.
+    Raises ImportError without TRL, RuntimeError for another version of TRL's function. A call raises RuntimeError for a weight
+    that ZeRO-3 has split.
     """
     size = parse_bytes("patch_trl", workspace)
     if hint := missing("trl"):
@@ -473,9 +475,9 @@ def token_log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = OUTPUTS,
 ) -> tuple[Tensor | None, ...]:
-    """Computes what TRL's function returns: log-probabilities of targets [N], and the outputs that are asked for, else None:
-    entropy [N], log(sum p^2) [N], mean logit [N], is the target the arg max? [N], of logits
-    softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature. hidden [N, d], weight [V, d], bias [V]."""
+    """Computes what TRL's function returns: log-probabilities of targets [N], and of the requested outputs, else None:
+    entropy [N], log(sum p^2) [N], mean logit [N], whether the target is the arg max [N]. Logits are softcap tanh(logit_scale
+    (hidden weight^T + bias) / softcap) / temperature. hidden [N, d], weight [V, d], bias [V]."""
     if hasattr(weight, "ds_id"):
         raise RuntimeError(
             "ckptkern.patch_trl: DeepSpeed's ZeRO-3 has split the head's weight, which backward would not gather. Leave the "
@@ -496,7 +498,7 @@ def token_log_probs(
         workspace=workspace,
     )
     wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
-    found = statistics(
+    result = statistics(
         logit_scale=scale,
         softcap=cap,
         return_log_probs=True,
@@ -509,7 +511,7 @@ def token_log_probs(
         squared = None
         if wants_squares:
             twice = statistics(logit_scale=2 * scale, softcap=None if cap is None else 2 * cap, return_lse=True)
-            squared = twice.lse - 2 * found.lse
-        mean = found.lse - found.loss if wants_mean else None
-    top = found.accuracy.bool() if found.accuracy is not None else None
-    return found.log_probs, found.entropy, squared, mean, top
+            squared = twice.lse - 2 * result.lse
+        mean = result.lse - result.loss if wants_mean else None
+    top = result.accuracy.bool() if result.accuracy is not None else None
+    return result.log_probs, result.entropy, squared, mean, top

@@ -1,9 +1,9 @@
 """Defines lazy logits: the LM head's output in training, computed only when read.
 
 `Logits` follows the operations of models between the LM head and F.cross_entropy or F.nll_loss: views and masks of tokens,
-float(), a scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token
+float(), a scale, an untrained bias, a softcap; and the operations of trainers between it and a statistic of each token
 (`tokens.statistic`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
-are computed once with their graph, or without one for a read of what detach() returned.
+are computed once with their graph, or without a graph for a read of detached logits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .tokens import (
 )
 from .trace import is_in_place, leaves_of, mapped
 
-# What Logits answer without values: every attribute of a tensor that does not show them.
+# Attributes and methods that Logits answer without values, because these do not show them.
 SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
 METHODS = (
     "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
@@ -54,9 +54,9 @@ METHODS = (
 DESCRIBING = frozenset(
     (
         *(
-            one.__get__
-            for name, one in vars(torch._C.TensorBase).items()
-            if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
+            attribute.__get__
+            for name, attribute in vars(torch._C.TensorBase).items()
+            if isinstance(attribute, types.GetSetDescriptorType) and name not in SHOWN
         ),
         *(getattr(Tensor, name) for name in METHODS),
         torch.is_floating_point,
@@ -64,9 +64,9 @@ DESCRIBING = frozenset(
         torch.numel,
     )
 )
-# Views answer these without values. A copy does not: the placeholder follows its tokens, not how torch lays it out.
+# Views answer these without values. A copy does not: its placeholder follows tokens, not torch's memory layout.
 PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))
-# After these someone may change or hook the values; and so after any function whose result shares their memory.
+# After these, and after any function whose result shares the values' memory, other code may change or hook the values.
 SHOWING = frozenset(
     (
         "__array__",
@@ -88,11 +88,11 @@ REMEDY = (
 
 
 def logits_in(values: Any) -> list[Logits]:
-    return [one for one in leaves_of(values) if isinstance(one, Logits)]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Logits)]
 
 
 class Step(NamedTuple):
-    """A call of a function with logits among its arguments."""
+    """Describes a call of a function with logits among its arguments."""
 
     function: Callable
     args: tuple
@@ -112,7 +112,7 @@ class Step(NamedTuple):
 
     @property
     def changes_logits(self) -> bool:
-        """May it change their memory, or show it to someone who may?"""
+        """Returns whether the call may change the logits' memory, or show it to code that may."""
         changed = self.kwargs.get("out", next(iter(self.args), None))
         return self.name in SHOWING or (self.is_in_place and bool(logits_in(changed)))
 
@@ -121,26 +121,26 @@ class Step(NamedTuple):
         return self.name == "clone" or bool(self.kwargs.get("copy"))
 
     def of(self, values: Callable[[Logits], Any]) -> Any:
-        """The function's result of these in place of logits."""
-        args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, self[1:])
+        """Returns the function's result with values(logits) in place of logits."""
+        args, kwargs = mapped(lambda tensor: values(tensor) if isinstance(tensor, Logits) else tensor, self[1:])
         return self.function(*args, **kwargs)
 
     @property
     def others(self) -> list[Any]:
-        """What else is among its arguments."""
-        return [one for one in leaves_of(self[1:]) if not isinstance(one, Logits)]
+        """Returns the leaves of its arguments that are not logits."""
+        return [leaf for leaf in leaves_of(self[1:]) if not isinstance(leaf, Logits)]
 
 
 def replayed(step: Step | None, z: Tensor) -> Tensor:
-    """What a step, and those before it, make of the matmul's logits z."""
-    return z if step is None else step.of(lambda one: replayed(one.step, z))
+    """Applies a step, and the steps before it, to the matmul's logits z."""
+    return z if step is None else step.of(lambda logits: replayed(logits.step, z))
 
 
 class Matmul:
-    """One call of a linear layer: x [..., d], its parameters, and its low-rank update, if it has one.
+    """Describes one call of a linear layer: x [..., d], its parameters, and its low-rank update, if it has one.
 
-    log: None, or a list that gets each step that wanted the loss or values, and whether linear_cross_entropy covers it; then
-    logits are followed without gradients, too.
+    log: None, or a list that gets each step that needs the loss or values, and whether linear_cross_entropy covers it; logits
+    are then followed without gradients, too.
     """
 
     lora: ReplayedLoRA | None = None
@@ -150,61 +150,61 @@ class Matmul:
     def __init__(self, x: Tensor, head: LMHead, log: list[tuple[Step, bool]] | None = None, lora: LoRA | None = None):
         self.x, self.head, self.log = cast_input("convert", x, head.weight), head, log
         if lora is not None:
-            # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
+            # the loss of all tokens and the values have one mask; a loss of some tokens uses their part of it
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.precision = state.Precision()
-        self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
+        self.marks = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
         self.aliases: list[Tensor] = []
         self.before_backward: list[Callable] = []  # hooks of fully_shard
         self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
-        self.given: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
+        self.lazy_logits: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
 
     @property
     def tensors(self) -> list[Tensor]:
         update = () if self.lora is None else self.lora[:2]
-        return [one for one in (self.x, *self.head[:2], *update) if one is not None]
+        return [tensor for tensor in (self.x, *self.head[:2], *update) if tensor is not None]
 
     def check(self) -> None:
-        """Raises RuntimeError unless x and the parameters are what they were."""
-        same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
-        same &= all(one._version == version for one, version in self.shards)
-        if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
+        """Raises RuntimeError if x or a parameter has changed."""
+        same = [(tensor._version, tensor.data_ptr()) for tensor in self.tensors] == self.marks
+        same &= all(shard._version == version for shard, version in self.shards)
+        if not same or any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self.tensors):
             raise RuntimeError(
                 f"ckptkern.convert: the head's input or weight changed before the logits were computed. {REMEDY}"
             )
 
     def hear(self, hook: Callable) -> None:
-        """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
+        """Stores a hook of fully_shard on its logits, for everything that is computed from them."""
         self.before_backward.append(hook)
-        self.shards += [(one, one._version) for one in shards_of(hook)]
-        for logits in list(self.given.values()):
-            if logits.step is None and logits.made:
-                self.announced(logits.made[0])
+        self.shards += [(shard, shard._version) for shard in shards_of(hook)]
+        for logits in list(self.lazy_logits.values()):
+            if logits.step is None and logits.computed:
+                self.announced(logits.computed[0])
 
     def gather(self) -> None:
-        """Gathers parameters again that fully_shard has resharded since, as backward would: for a result with a gradient, which
+        """Gathers parameters that fully_shard has resharded since, as backward would: for a result with a gradient, which
         all ranks compute."""
         if self.before_backward and not self.head.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
             pairs = list(zip(self.marks, self.tensors, strict=True))
-            self.marks[1:] = [(version, one.data_ptr()) for (version, _), one in pairs[1:]]
+            self.marks[1:] = [(version, tensor.data_ptr()) for (version, _), tensor in pairs[1:]]
 
     def announced(self, result: Tensor) -> Tensor:
-        """The result, whose backward fully_shard's hooks hear of."""
+        """Registers fully_shard's hooks on the result, and returns it."""
         if result.requires_grad:
             for hook in self.before_backward:
                 result.register_hook(hook)
         return result
 
     def values(self, tensors: list[Tensor] | None = None) -> Tensor:
-        """The layer's result. tensors: instead of its own."""
+        """Returns the layer's result. tensors: in place of its own."""
         self.check()
         tensors, update = tensors or self.tensors, self.lora
         if update is not None:
             *tensors, a, b = tensors
         with self.precision:
-            y = F.linear(*(one.to(self.x.dtype) for one in tensors))
+            y = F.linear(*(tensor.to(self.x.dtype) for tensor in tensors))
             if update is not None:
                 dropout = dropout_arguments(update.rng, update.dropout_p)
                 a, b = a.to(self.lora_dtype), b.to(self.lora_dtype)
@@ -212,7 +212,7 @@ class Matmul:
         return y
 
     def say(self, step: Step) -> None:
-        """Says why values are computed with a graph, and the remedy, once."""
+        """Says once why values are computed with a graph, and the remedy."""
         if self.on_values is not None:
             of = getattr(step.function, "__self__", None)
             name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else step.name
@@ -223,9 +223,9 @@ class Matmul:
             self.on_values = None
 
     def show(self) -> None:
-        """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
+        """Computes the values of all its logits, which are used from now on: other code may change or hook them."""
         if not self.is_shown:
-            for logits in list(self.given.values()):
+            for logits in list(self.lazy_logits.values()):
                 logits.values()
             self.is_shown = True
 
@@ -237,25 +237,26 @@ class Matmul:
 
 
 class _LazyLogits(torch.autograd.Function):
-    """Logits have a node in the graph, for who asks them for a gradient past __torch_function__ (another autograd.Function, the
-    search of DistributedDataParallel for unused parameters). A loss of linear_cross_entropy does not go through it."""
+    """Gives logits a node in the graph, for code that differentiates them past __torch_function__: another
+    autograd.Function, or DistributedDataParallel's search for unused parameters. A loss of linear_cross_entropy does not go
+    through it."""
 
     @staticmethod
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
-        one, matmul = fields["tokens"].placeholder, fields["matmul"]
-        made = Tensor._make_wrapper_subclass(
+        placeholder, matmul = fields["tokens"].placeholder, fields["matmul"]
+        logits = Tensor._make_wrapper_subclass(
             Logits,
-            one.shape,
-            strides=one.stride(),
-            storage_offset=one.storage_offset(),
-            dtype=one.dtype,
+            placeholder.shape,
+            strides=placeholder.stride(),
+            storage_offset=placeholder.storage_offset(),
+            dtype=placeholder.dtype,
             device=matmul.x.device,
         )
-        vars(made).update(fields, made=[])
-        matmul.given[id(made)] = made
-        ctx.matmul, ctx.step, ctx.made = matmul, made.step, made.made
+        vars(logits).update(fields, computed=[])
+        matmul.lazy_logits[id(logits)] = logits
+        ctx.matmul, ctx.step, ctx.computed = matmul, logits.step, logits.computed
         ctx.set_materialize_grads(False)  # DistributedDataParallel's sink passes None on
-        return made
+        return logits
 
     @staticmethod
     @once_differentiable
@@ -265,28 +266,30 @@ class _LazyLogits(torch.autograd.Function):
         matmul, wanted = ctx.matmul, ctx.needs_input_grad[1:]
         for hook in matmul.before_backward:
             hook(dy)
-        if ctx.made:  # they may have been changed in place since
-            (y,), tensors = ctx.made, matmul.aliases
+        if ctx.computed:  # they may have been changed in place since
+            (y,), tensors = ctx.computed, matmul.aliases
         else:
             tensors = [t.detach().requires_grad_(need) for t, need in zip(matmul.tensors, wanted, strict=True)]
             with torch.enable_grad():
                 y = replayed(ctx.step, matmul.values(tensors))
         needed = [t for t, need in zip(tensors, wanted, strict=True) if need]
-        found = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
-        grads = iter(found)
+        gradients = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
+        grads = iter(gradients)
         return None, *(next(grads) if need else None for need in wanted)
 
 
 def is_result(logits: Logits) -> bool:
-    """Are they what an autograd.Function returned, in whose forward they were made? Their graph is the Function's then."""
+    """Returns whether an autograd.Function returned the logits, and made them in its forward. Their graph is then the
+    Function's."""
     with torch._C.DisableTorchFunctionSubclass():
         return logits.detached and logits.requires_grad
 
 
 class Logits(Tensor):
-    """What a Matmul's logits z are after steps, the last of which is `step`, by a formula, of some tokens.
+    """Lazy logits: a Matmul's logits z after steps, the last of which is `step`, by a formula, of some tokens.
 
-    It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
+    Logits may have values, too. Once other code holds these and may change them in place, the logits are these values, and
+    nothing is followed.
     """
 
     matmul: Matmul
@@ -294,51 +297,51 @@ class Logits(Tensor):
     formula: Formula = Formula()
     step: Step | None = None
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
-    made: list[Tensor]  # its values, if there are any; shared with its node
-    known: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
+    computed: list[Tensor]  # its values, if there are any; shared with its node
+    known: Tensor | None = None  # of detached logits: values without a graph, once read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     def values(self) -> Tensor:
-        """Those of the matmul, which are made once, after the steps."""
-        if not self.made:
+        """Returns the values, which are computed once, from the matmul through the steps."""
+        if not self.computed:
             with torch.inference_mode(False), torch.enable_grad():
                 if self.step is None:
                     # a gradient for aliases of the tensors ends there: one for a tied weight itself would go on through x to
                     # the embedding, which the outer backward does once more
                     matmul = self.matmul
-                    matmul.aliases = [one.view_as(one) for one in matmul.tensors]
-                    made = matmul.announced(matmul.values(matmul.aliases))
+                    matmul.aliases = [tensor.view_as(tensor) for tensor in matmul.tensors]
+                    result = matmul.announced(matmul.values(matmul.aliases))
                 else:
-                    made = self.step.of(Logits.values)
-                self.made.append(made.detach() if self.detached else made)
-        return self.made[0]
+                    result = self.step.of(Logits.values)
+                self.computed.append(result.detach() if self.detached else result)
+        return self.computed[0]
 
     def apart(self) -> Tensor:
-        """Values for who wants no gradient: those of what detach() returned are computed once, as long as it lives."""
-        if self.made:
-            return self.made[0].detach()
+        """Returns values without a graph. After detach() they are computed once, and stored."""
+        if self.computed:
+            return self.computed[0].detach()
         if self.known is not None:
             return self.known
-        found = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
+        values = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
         if self.step is not None and self.step.name == "detach":
-            self.known = found
-        return found
+            self.known = values
+        return values
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Those from the matmul to them; through the first of two factors."""
+        """Returns the steps from the matmul to these logits, through the first of two factors."""
         return () if self.step is None else (*self.step.logits[0].steps, self.step)
 
     @property
     def is_cut(self) -> bool:
-        """Are they of what detach() returned?"""
+        """Returns whether detach() is among the steps."""
         return any(step.name == "detach" for step in self.steps)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
-        given = step.logits
-        self, matmul = given[0], given[0].matmul
+        logits = step.logits
+        self, matmul = logits[0], logits[0].matmul
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
             return RemovableHandle(OrderedDict())
@@ -348,7 +351,7 @@ class Logits(Tensor):
         if (
             (describes and not matmul.is_shown)
             or (function is Tensor.register_hook and matmul.has_loss)
-            or any(map(is_result, given))
+            or any(map(is_result, logits))
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
@@ -361,21 +364,21 @@ class Logits(Tensor):
                 "Convert with exclude= for this layer"
             )
         if not (matmul.is_shown or torch.is_inference_mode_enabled()):
-            found = self.without_values(step, given)
-            if found is not None:
-                return found
+            fused = self.without_values(step, logits)
+            if fused is not None:
+                return fused
             if matmul.log is None and not step.changes_logits:
-                result = read_apart(step, given)
+                result = read_apart(step, logits)
                 if result is not NotImplemented:
                     return result
         if matmul.log is not None:
             matmul.log.append((step, False))
         if torch.is_grad_enabled() or step.changes_logits:
             matmul.say(step)
-        if step.changes_logits:  # copies that are still to be made are those of before
+        if step.changes_logits:  # pending copies must have the values of before
             matmul.show()
         result = step.of(Logits.values)
-        if any(share(one, values) for one in leaves_of(result) for it in given for values in it.made):
+        if any(share(leaf, values) for leaf in leaves_of(result) for z in logits for values in z.computed):
             matmul.show()
         return result
 
@@ -385,47 +388,47 @@ class Logits(Tensor):
             raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
         step = Step(function, args, kwargs or {})
 
-        def values(one: Logits) -> Tensor:
-            if not one.detached or is_result(one):
-                one.matmul.say(step)
-            return one.made[0].detach() if one.made else replayed(one.step, one.matmul.values())
+        def values(logits: Logits) -> Tensor:
+            if not logits.detached or is_result(logits):
+                logits.matmul.say(step)
+            return logits.computed[0].detach() if logits.computed else replayed(logits.step, logits.matmul.values())
 
         return step.of(values)
 
-    def without_values(self, step: Step, given: list[Logits]) -> Any:
-        """The step's result without values; None if it needs them."""
-        if len(given) == 2:
-            return product(step, *given)
-        if len(given) > 1:
+    def without_values(self, step: Step, logits: list[Logits]) -> Any:
+        """Returns the step's result without values; None if it needs them."""
+        if len(logits) == 2:
+            return product(step, *logits)
+        if len(logits) > 1:
             return None
         matmul = self.matmul
         if is_loss(step.function):
-            found = loss(step, self)
-            if matmul.log is not None and found is not None:
+            result = loss(step, self)
+            if matmul.log is not None and result is not None:
                 matmul.log.append((step, True))
         else:
             followed = self.parts(step) if step.name in PARTS else self.followed(step)
             if followed is not None or matmul.log is not None:
                 return followed
-            found = statistic(step, self)
-        if found is None:
+            result = statistic(step, self)
+        if result is None:
             return None
-        matmul.has_loss |= found.requires_grad
-        return matmul.announced(found)
+        matmul.has_loss |= result.requires_grad
+        return matmul.announced(result)
 
     def followed(self, step: Step) -> Logits | None:
-        """What they are after a step of views, or of each element, or over the classes; None if it is none of these."""
-        # in the example's call a head is to see what is no loss: of the functions over the classes there log_softmax alone
+        """Returns the logits after a step of views, of each element, or over the classes; None for other steps."""
+        # in the example's call the log must show reads other than a loss: only log_softmax is followed over the classes
         if (self.matmul.log is not None and step.name in ("detach", "exp", "softmax")) or asks_for_copy(step, self):
             return None
         formula, tokens = self.formula, self.tokens.after(step) if step.name in VIEWS | COPIES else None
-        if tokens is None and (found := formula_after(step, self)) is not None:
-            formula, dtype = found
+        if tokens is None and (match := formula_after(step, self)) is not None:
+            formula, dtype = match
             tokens = self.tokens.copied(self.shape, dtype)
         return None if tokens is None else self.next(step, tokens, formula)
 
     def next(self, step: Step, tokens: Tokens, formula: Formula) -> Logits:
-        """What they are after this step."""
+        """Returns the logits after this step."""
         detached = self.detached or step.name == "detach" or not torch.is_grad_enabled()
         fields = {
             "matmul": self.matmul,
@@ -434,22 +437,22 @@ class Logits(Tensor):
             "detached": detached,
             "step": step,
         }
-        return _LazyLogits.apply(fields, *(one.detach() if detached else one for one in self.matmul.tensors))
+        return _LazyLogits.apply(fields, *(tensor.detach() if detached else tensor for tensor in self.matmul.tensors))
 
     def parts(self, step: Step) -> tuple[Logits, ...] | None:
-        """Those of unbind, which __iter__ calls, of split or chunk; None if they are not of whole tokens."""
+        """Returns the logits after unbind, which __iter__ calls, split or chunk; None if the parts are not of whole tokens."""
         dim = step.kwargs.get("dim", next(iter(step.args[PARTS[step.name] :]), 0))
         if not isinstance(dim, int) or self.class_dim in (None, dim % self.dim()):
             return None
         try:
-            found = step.of(lambda _: self.tokens.placeholder)
+            parts = step.of(lambda _: self.tokens.placeholder)
         except Exception:  # the function's own error, which it raises again for values
             return None
         if step.name == "unbind":
-            return tuple(self.select(dim, i) for i in range(len(found)))
-        ends = itertools.accumulate(one.shape[dim] for one in found)
+            return tuple(self.select(dim, i) for i in range(len(parts)))
+        ends = itertools.accumulate(part.shape[dim] for part in parts)
         return tuple(
-            self.narrow(dim, end - one.shape[dim], one.shape[dim]) for end, one in zip(ends, found, strict=True)
+            self.narrow(dim, end - part.shape[dim], part.shape[dim]) for end, part in zip(ends, parts, strict=True)
         )
 
     @property

@@ -1,10 +1,10 @@
-"""transformers' padding masks as they were given, [B, S]: an attention implementation with its mask function.
+"""Passes transformers' padding masks on unchanged, [B, S]: an attention implementation with its mask function.
 
-transformers makes of a padding mask one that is causal, too, [B, 1, S, S], before the first layer; under torch.compile it makes
-one where nothing is padded. Under the name NAME, which `convert` sets in a model's configuration and `revert` takes out, layers
-get the padding mask itself, and are causal without a mask, within the window that they hand on as `sliding_window`, as for
-flash attention. All else is as under "sdpa", whose place it takes; or as under "eager" in models that have no "sdpa", because
-their attention has sinks, which layers hand on as `s_aux`.
+transformers turns a padding mask into a causal mask [B, 1, S, S] before the first layer; under torch.compile it makes one even
+where nothing is padded. Under the name NAME, which `convert` sets in a model's configuration and `revert` removes, layers get
+the padding mask itself, and are causal without a mask, within the window that they pass as `sliding_window`, as for flash
+attention. Otherwise it behaves as "sdpa", which it replaces; or as "eager" in models without "sdpa", whose attention has sinks,
+which layers pass as `s_aux`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..segments.recorded import is_traced, traced_call
 
 NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
 ATTRIBUTE = "_attn_implementation_internal"  # of a configuration, which names the implementation
-OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which rows there are
+OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # arguments that say which rows there are
 
 
 def causal_attention(
@@ -39,16 +39,16 @@ def causal_attention(
     window: int | None,
     is_causal: bool,
 ) -> Tensor:
-    """o [B, H, S, D] of causal attention; attn_mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its
-    own among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
+    """Computes causal attention o [B, H, S, D]. attn_mask [B, 1, 1, S]: True is seen; window: the number of keys that a row
+    sees at most, including its own; sinks [H]. Without is_causal, attn_mask may have any form, and alone decides.
 
-    Modes of torch functions see it as they see torch's own, so that a trace has it as one node.
+    Modes of torch functions see it as torch's own attention, so that a trace has it as one node.
     """
     tensors = (query, key, value, attn_mask, sinks)
     if has_torch_function(tensors):
         return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window, is_causal)
     if is_traced():
-        along = "nothing" if dropout_p or any(one is not None for one in (attn_mask, sinks)) else "heads"
+        along = "nothing" if dropout_p or any(tensor is not None for tensor in (attn_mask, sinks)) else "heads"
         return traced_call(None, causal_attention, (*tensors, dropout_p, scale, window, is_causal), {}, along)
     bounds = window_of(window) if is_causal else None
     return ops.scaled_dot_product_attention(
@@ -57,7 +57,7 @@ def causal_attention(
 
 
 def window_of(window: int | None) -> tuple[int, int]:
-    """window_size of ops, for that of transformers."""
+    """Returns the ops' window_size for the window of transformers."""
     return -1 if window is None else window - 1, 0
 
 
@@ -70,7 +70,8 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: as that of "sdpa", causal with a padding mask [B, S] or a window, and with sinks."""
+    """Implements transformers' attention function: as "sdpa" does, but causal with a padding mask [B, S] or a window, and
+    with sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     S, padding, ours, window = query.shape[2], None, False, options.get("sliding_window")
@@ -88,10 +89,10 @@ def attention_forward(
                 f"weights; call model.set_attn_implementation({WITH_SINKS!r})"
             )
         causal = ours or (attention_mask is None and causal and S > 1)
-        if not ours:  # a mask that says all, or none
+        if not ours:  # the mask alone decides, or there is none
             padding, window = attention_mask, None
     elif ours and (unusual or in_context_parallel()):
-        # the mask [B or 1, 1, S, S] that says the same
+        # an equal mask [B or 1, 1, S, S]
         rows = torch.arange(S, device=query.device)
         behind = rows[:, None] - rows
         seen = (behind >= 0) & (behind < (window or S))
@@ -105,8 +106,8 @@ def attention_forward(
 def mask_function(
     q_length: int, kv_length: int, q_offset: Any = 0, attention_mask: Tensor | None = None, **options: Any
 ) -> Tensor | None:
-    """transformers' mask function: that of "sdpa", but the padding mask [B, S], or None if nothing is padded, for a mask that
-    is causal, within the configuration's window too, and no more, of keys that are the queries' own."""
+    """Implements transformers' mask function: as "sdpa" does, but returns the padding mask [B, S], or None if nothing is
+    padded, where the mask is only causal, within the configuration's window too, and keys are the queries' own."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     config, size = options.get("config"), options.get("local_size")
@@ -127,15 +128,15 @@ def mask_function(
 
 
 def signature_of(forward: Any) -> inspect.Signature:
-    """That of the class's forward, of an object that stands for it."""
+    """Returns the signature of the class's forward, for an object that replaces it."""
     return inspect.signature(MethodType(type(forward.module).forward, forward.module))
 
 
 class Unpacked:
-    """`forward` of a transformers model that says, in a compiled call without a mask and positions, that nothing is padded.
+    """Replaces the `forward` of a transformers model: a compiled call without mask and positions states that nothing is padded.
 
-    Where positions are only traced, transformers takes them for those of packed sequences and makes a mask [B, 1, S, S]. An
-    object, as `binding.Forward`, so that deepcopy and pickle follow it.
+    Where positions are only traced, transformers takes them for those of packed sequences and makes a mask [B, 1, S, S]. It is
+    an object, as `binding.Forward`, so that deepcopy and pickle follow it.
     """
 
     def __init__(self, module: nn.Module):
@@ -146,18 +147,18 @@ class Unpacked:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            given = dict(zip(self.names, args, strict=False)) | kwargs
-            x = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-            if x is not None and all(given.get(name) is None for name in OF_ROWS):
+            arguments = dict(zip(self.names, args, strict=False)) | kwargs
+            x = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
+            if x is not None and all(arguments.get(name) is None for name in OF_ROWS):
                 padding = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-                args, kwargs = (), given | {"attention_mask": padding}
+                args, kwargs = (), arguments | {"attention_mask": padding}
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def _source(model: nn.Module) -> str:
-    """That of its class's file; "" if there is none."""
+    """Returns the source of the file of the model's class; "" if there is none."""
     try:
         return inspect.getsource(sys.modules[type(model).__module__])
     except (OSError, TypeError, KeyError):
@@ -165,17 +166,17 @@ def _source(model: nn.Module) -> str:
 
 
 def _replaced(model: nn.Module) -> str:
-    """The implementation whose place NAME takes in this model of transformers."""
+    """Returns the implementation that NAME replaces in this transformers model."""
     return REPLACED if getattr(type(model), "_supports_sdpa", False) or "s_aux=" not in _source(model) else WITH_SINKS
 
 
 def _takes_padding(model: nn.Module) -> bool:
-    """Do all attention layers of this model of transformers hand the mask on, as they must for flash attention's, which is
-    [B, S], too, and their window? Not if its source asks whether the implementation is the one that is replaced."""
+    """Returns whether all attention layers of this transformers model pass on the mask, which flash attention wants as [B,
+    S], too, and their window. False if the source tests for the implementation that is replaced."""
     kind, source = type(model), _source(model)
     if not (getattr(kind, "_supports_flash_attn", False) and getattr(kind, "_supports_attention_backend", False)):
         return False
-    # a row that sees nothing gives zeros here; with "eager" only beside a sink
+    # a row that sees nothing gives zeros here, but with "eager" only if there is a sink
     if _replaced(model) == WITH_SINKS and any(m.sinks is None for m in model.modules() if hasattr(m, "sinks")):
         return False
     name = REPLACED if _replaced(model) == REPLACED else f"['\"]{WITH_SINKS}"  # not eager_attention_forward
@@ -191,7 +192,7 @@ def _takes_padding(model: nn.Module) -> bool:
 
 
 def configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """(model, configuration) of transformers' models in it."""
+    """Returns (model, configuration) of each transformers model inside."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return []
@@ -199,17 +200,18 @@ def configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def adopt(model: nn.Module) -> bool:
-    """Gives transformers' models in it the implementation NAME, if they have the one that it replaces. Has any got it?"""
-    found = [c for m, c in configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
-    if found:
+    """Sets the implementation NAME in the transformers models inside that have the one it replaces. Returns whether there
+    are any."""
+    configs = [c for m, c in configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
+    if configs:
         register()
-    for config in found:
+    for config in configs:
         setattr(config, ATTRIBUTE, NAME)
-    return bool(found)
+    return bool(configs)
 
 
 def open_up(model: nn.Module) -> None:
-    """Gives the outermost models with the implementation NAME a forward that lets no mask be made where there is none."""
+    """Sets a forward in the outermost models with the implementation NAME, so that no mask is made where none was passed."""
     inner: set[int] = set()
     for m, config in configurations(model):  # the outermost first
         if id(m) not in inner and has_ours(config):
@@ -231,12 +233,12 @@ def give_back(model: nn.Module) -> None:
 
 
 def has_ours(config: Any) -> bool:
-    """Does a configuration name the implementation NAME?"""
+    """Returns whether a configuration names the implementation NAME."""
     return getattr(config, ATTRIBUTE, None) == NAME
 
 
 def register() -> None:
-    """Makes NAME known to transformers, if it is there and has such interfaces."""
+    """Registers NAME with transformers, if it is installed and has such interfaces."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError:

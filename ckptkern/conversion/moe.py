@@ -1,10 +1,9 @@
-"""An MoE block, a router with its experts and shared experts, as `ckptkern.moe_block`.
+"""Reads an MoE block, a router with its experts and shared experts, as `ckptkern.moe_block`.
 
-What a router does cannot be traced backwards: a choice is a matter of values. The block is recognised by its parts, and how it
-scores and chooses by what it calls its experts with, on many random rows; the numerical check then verifies the whole.
+A router cannot be traced backwards, because its choice depends on values. The block is recognised by its parts. How it scores
+and chooses is inferred from what it passes to its experts, on many random rows; the numerical check then verifies the whole.
 
-Its experts alone are `ckptkern.moe_mlp`: read from a module's layout, and by transformers' interface, where they are chosen by
-name as attention is.
+Experts alone become `ckptkern.moe_mlp`: by a module's layout, or by transformers' interface, which selects them by name.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from .quantized import frozen_of, read_packed
 from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
 from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
-ROWS = 1024  # of random inputs, on which readings of a choice differ
-FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
+ROWS = 1024  # number of random inputs, on which wrong readings of a choice differ
+FEW = 0.002  # share of rows whose choice may differ, because two scores are equal after rounding
 BIAS_SIZES = (0.0, 0.02, 0.2)  # sizes of random biases of the choice: a large one hides how groups are ranked
-SAME = 1e-4  # relative difference of weights, and of what they are multiplied by
+SAME = 1e-4  # relative difference of weights, and of their factor
 
 
 class _Seen(Exception):
@@ -47,34 +46,35 @@ class _Seen(Exception):
 
 
 def experts_call(flat: list[Any]) -> tuple[int, int, int]:
-    """The places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
+    """Returns the places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
     floating = [i for i, value in enumerate(flat) if is_floating(value)]
     others = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and i not in floating]
     if len(floating) != 2 or len(others) != 1 or flat[others[0]].dtype == torch.bool:
-        raise Unreadable("experts that are not called with a tensor, indices and weights")
+        raise Unreadable("experts must be called with a tensor, indices and weights")
     (index,) = others
     x, weights = floating if flat[floating[1]].shape == flat[index].shape else floating[::-1]
     return x, index, weights
 
 
 def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
-    """moe_mlp's parameters among the module's own, and as `lora` the low-rank updates that wrappers of experts (`base_of`) add
-    to their weights in a call. Raises Unreadable for what it does not take."""
-    (_, base), layout, found = base_of(module), experts_layout(module), {}
+    """Returns moe_mlp's parameters among the module's own and, as `lora`, the low-rank updates that wrappers of experts
+    (`base_of`) add to their weights in a call. Raises Unreadable for updates that moe_mlp does not support."""
+    (_, base), layout, updates = base_of(module), experts_layout(module), {}
     layers = {layout[f"{layer}_weight"].removesuffix(".original").rpartition(".")[2]: layer for layer in LAYERS}
     path, wrapper = "", module
     while wrapper is not base:
-        adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
+        adapters = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
             layer = layers.get(wrapper.parameter_name)
-            if layer is None or layer in found or len(adapters) > 1:
-                raise Unreadable("several adapters of one weight of its experts, or one of their biases")
+            if layer is None or layer in updates or len(adapters) > 1:
+                raise Unreadable("a weight of its experts has several adapters, or a bias has one")
             a, b = (
-                Weight(f"{path}lora_{one}.{adapters[0]}.weight", one.lower(), count=wrapper.num_experts) for one in "AB"
+                Weight(f"{path}lora_{letter}.{adapters[0]}.weight", letter.lower(), count=wrapper.num_experts)
+                for letter in "AB"
             )
-            found[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
+            updates[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
         path, wrapper = f"{path}base_layer.", wrapper.base_layer
-    return {name: Weight(own) for name, own in layout.items()} | ({"lora": found} if found else {})
+    return {name: Weight(own) for name, own in layout.items()} | ({"lora": updates} if updates else {})
 
 
 def random_states(x: Tensor) -> tuple:
@@ -83,22 +83,22 @@ def random_states(x: Tensor) -> tuple:
 
 
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """(index, weights, what the router returns) for x, in the present mode; the first two [rows, k], with which the block
-    calls its experts, which do not run. Raises Unreadable."""
+    """Returns (index, weights, the router's result) for x, in the present mode. The first two, [rows, k], are what the block
+    passes to its experts, which do not run. Raises Unreadable."""
     seen, returned = [], [None]
 
     def stop(_, inner: tuple, named: dict[str, Any]) -> None:
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    given, states = x.clone(), random_states(x)  # some forwards change it in place
+    copy, states = x.clone(), random_states(x)  # some forwards change it in place
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         module.get_submodule(parts.router).register_forward_hook(lambda _, inner, result: returned.append(result)),
     ]
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
-            args, kwargs = mapped(lambda _: given, call)
+            args, kwargs = mapped(lambda _: copy, call)
             type(module).forward(module, *args, **kwargs)
     finally:
         for hook in hooks:
@@ -110,8 +110,8 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
 
 
 def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
-    """Random values in place of the buffers of MoE blocks in it, which are zeros before training; `random_parameters` puts
-    back what was there."""
+    """Puts random values in the score biases of MoE blocks inside, which are zeros before training; `random_parameters`
+    restores them."""
     for m in module.modules():
         parts = parts_of(m)
         if parts is not None and parts.score_bias is not None:
@@ -121,12 +121,12 @@ def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
 
 
 def routings(
-    logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, found: list[int | float]
+    logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, numbers: list[int | float]
 ) -> Iterator[dict[str, Any]]:
-    """Every way to score and choose that gives these indices and weights; score_bias: is it used? found: numbers, which may be
-    the counts of groups."""
+    """Yields every way to score and choose that gives these indices and weights, as arguments of moe_block; their score_bias
+    says whether it is used. numbers: candidates for the counts of groups and the factor."""
     order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
-    integers = [n for n in found if type(n) is int]
+    integers = [n for n in numbers if type(n) is int]
     counts = [n for n in integers if 1 < n < E and E % n == 0]
     pairs = [(n, best) for n, best in itertools.product(counts, integers) if 1 <= best < n]
     groups = [(1, 1, "top2"), *((*pair, score) for pair, score in itertools.product(pairs, GROUP_SCORES))]
@@ -145,7 +145,7 @@ def routings(
             o.normalize = normalize
             mine = weights_of(scores, order.values, o).to(torch.float32)
             ratio = float((weights[same] / mine[same]).median())  # 1, or a number of the block
-            factor = next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
+            factor = next((float(n) for n in (1.0, *numbers) if n and abs(ratio / n - 1) < SAME), None)
             if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
                 yield how | dict(normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None)
 
@@ -153,23 +153,24 @@ def routings(
 def router_dtype(
     module: nn.Module, parts: Parts, call: Call, x: Tensor, o: SimpleNamespace, w: Tensor, b: Tensor | None
 ) -> torch.dtype | None:
-    """float32 if the router of a 16-bit block upcasts before its matmul: if its weights are nearer to those of such logits."""
+    """Returns float32 if the router of a 16-bit block upcasts before its matmul, so that its weights are nearer to those of
+    float32 logits; None otherwise."""
     x = x.to(torch.bfloat16)
     try:
         with replacing(module, functools.partial(in_dtype, dtype=torch.bfloat16)):
             index, weights, _ = observed(module, parts, call, x)
-    except Exception:  # a forward that takes no 16 bits, whatever it raises
+    except Exception:  # a forward that refuses 16 bits may raise anything
         return None
     rows, errors = x.flatten(0, -2), {}
     for dtype in (torch.bfloat16, torch.float32):
-        given = [None if one is None else one.to(torch.bfloat16).to(dtype) for one in (rows, w, b)]
-        mine = weights_of(scores_of(F.linear(*given), o), index, o)
+        operands = [None if tensor is None else tensor.to(torch.bfloat16).to(dtype) for tensor in (rows, w, b)]
+        mine = weights_of(scores_of(F.linear(*operands), o), index, o)
         errors[dtype] = float((mine.to(weights.dtype) - weights).abs().mean())
     return torch.float32 if errors[torch.float32] < errors[torch.bfloat16] else None
 
 
 def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str, Any], Choices]:
-    """(moe_block's arguments of a shared expert, among them its part of `lora`; its choices). Raises Unreadable."""
+    """Returns (moe_block's arguments of a shared expert, including its part of `lora`; its choices). Raises Unreadable."""
     traced = trace(module, ((x,), {}))
     if not isinstance(traced.result, Tensor):
         raise Unreadable("forward returns more than a tensor")
@@ -178,24 +179,24 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
     def shared(arguments: dict[str, Any]) -> dict[str, Any]:
         return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
-    given = {name: value for name, value in reading.arguments.items() if value is not None}
-    lora, activation = shared(given.pop("lora", {})), given.pop("activation", None)
-    dropped = [given.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
-    if any(p.value if isinstance(p, Probability) else p for p in dropped) or given.pop("residual", False):
-        raise Unreadable("a shared expert with dropout or a residual")
+    arguments = {name: value for name, value in reading.arguments.items() if value is not None}
+    lora, activation = shared(arguments.pop("lora", {})), arguments.pop("activation", None)
+    dropped = [arguments.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
+    if any(p.value if isinstance(p, Probability) else p for p in dropped) or arguments.pop("residual", False):
+        raise Unreadable("a shared expert has dropout or a residual")
     known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
-    if reading.op != "mlp_block" or given.keys() - known:
-        raise Unreadable(f"a shared expert that is {reading.op}, and not an MLP alone")
-    choices = [[{"activation": activation}], *([shared(one) for one in choice] for choice in reading.choices)]
-    return shared(given) | {"lora": lora}, choices
+    if reading.op != "mlp_block" or arguments.keys() - known:
+        raise Unreadable(f"a shared expert is {reading.op}, not an MLP alone")
+    choices = [[{"activation": activation}], *([shared(answer) for answer in choice] for choice in reading.choices)]
+    return shared(arguments) | {"lora": lora}, choices
 
 
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
-    """Its call with one tensor x [..., d]. Raises Unreadable."""
+    """Reads a call with one tensor x [..., d]. Raises Unreadable."""
     parts = parts_of(module)
     tensors = tensors_in(flat)
     if len(tensors) != 1 or not is_floating(tensors[0]) or tensors[0].dim() < 2:
-        raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
+        raise Unreadable("an MoE block must be called with one tensor [..., tokens, features]")
     (x,) = tensors
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
     parameters = dict(module.named_parameters())
@@ -203,33 +204,33 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     logits = F.linear(many.flatten(0, -2), w, b)
     readings = []
     # the plain numbers among the attributes of the block and its router
-    values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
+    values = [n for owner in (module, module.get_submodule(parts.router)) for n in plain_attributes(owner).values()]
     numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
     for size in BIAS_SIZES if parts.score_bias else BIAS_SIZES[-1:]:
         vary_choices(module, size)
         bias = dict(module.named_buffers()).get(parts.score_bias)
         index, weights, returned = observed(module, parts, call, many)
         readings.append(list(routings(logits, bias, index, weights, numbers)))
-    found = [one for one in readings[0] if all(one in others for others in readings)]
-    if not found:
+    matches = [routing for routing in readings[0] if all(routing in others for others in readings)]
+    if not matches:
         raise Unreadable("its router scores or chooses in another way than moe_block")
     arguments = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
     own = ("router_weight", "router_bias", "shared_expert_gate")
     arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
-    o = SimpleNamespace(**found[0], top_k=index.shape[-1])
+    o = SimpleNamespace(**matches[0], top_k=index.shape[-1])
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
     choices = [[{"activation": name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, module.get_submodule(parts.shared), x)
         lora = arguments.pop("lora", {}) | shared.pop("lora")
         arguments |= shared | ({"lora": lora} if lora else {})
-    for one in found:
-        one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
+    for routing in matches:
+        routing["score_bias"] = Weight(parts.score_bias) if routing["score_bias"] else None
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
     place = next(i for i, value in enumerate(flat) if value is x)
-    return Reading(arguments, place, [found, *choices], parts.router if is_logits else "", "moe_block")
+    return Reading(arguments, place, [matches, *choices], parts.router if is_logits else "", "moe_block")
 
 
 @contextlib.contextmanager
@@ -245,10 +246,10 @@ def scaled(parameter: Tensor, factor: float) -> Iterator[None]:
 
 
 def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
-    """Its call with x [..., d], indices [..., k] and weights [..., k], as moe_mlp. The numerical check decides which
-    activation it has.
+    """Reads a call with x [..., d], indices [..., k] and weights [..., k] as moe_mlp. The numerical check decides on the
+    activation.
 
-    What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
+    Experts cannot be traced, because the rows that each of them reads depend on values. Raises Unreadable.
     """
     x, index, weights = experts_call(flat)
     arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | arguments_of_experts(module)
@@ -256,15 +257,15 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
 
 
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
-    """The values of calls of experts, or of an MoE block, that show what its example may not: a clamp in the experts, or of the
-    logits, and a limit to the rows of an expert. segment: the region in its place; flat: the example's values."""
-    x, is_block, given = flat[segment.x], segment.op == "moe_block", segment.given(flat)
+    """Yields calls of experts, or of an MoE block, that show what the example may not: a clamp in the experts or of the
+    logits, and a limit on the rows of an expert. segment: the region in its place; flat: the example's values."""
+    x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.op_arguments(flat)
 
     def call(x: Tensor) -> list[Any]:
         return [x if i == segment.x else value for i, value in enumerate(flat)]
 
-    for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no best one
-        with scaled(given["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
+    for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no maximum
+        with scaled(arguments["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
             yield f"with inputs {scale} times as large", call(scale * x)
     lead = (*x.shape[:-2], rows)
     many = x.new_empty((*lead, x.shape[-1])).normal_()
@@ -277,23 +278,24 @@ def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str
         values[weights] = flat[weights].new_empty(pairs).uniform_()
         yield f"with {rows} rows at one expert", values
         return
-    scale = 30 if given["scoring"] == "softmax" else 4
-    with scaled(given["router_weight"], scale):
+    scale = 30 if arguments["scoring"] == "softmax" else 4
+    with scaled(arguments["router_weight"], scale):
         yield f"with logits {scale} times as large", call(x)
     yield f"with {rows} rows", call(many)
-    if given.get("score_bias") is not None:
-        with scaled(given["score_bias"], 0.1):
+    if arguments.get("score_bias") is not None:
+        with scaled(arguments["score_bias"], 0.1):
             yield f"with {rows} rows and a small bias of the choice", call(many)
     yield f"with {rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
 
 
-# What transformers' experts have. How they say that they are of another kind, and what they say if they are of ours.
+# The parameters of transformers' experts; the attributes by which other kinds of experts differ, with the supported values.
 PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
 KIND = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_post_expert_norm": False}
 
 
 def _activation(module: nn.Module) -> str:
-    """The name of its activation; the module is looked at once, and again if it has another one."""
+    """Returns the name of the module's activation. The module is inspected once, and again after its activation was
+    replaced. Raises TypeError for experts of another kind."""
     seen, name = module.__dict__.get("_ckptkern_activation", (None, ""))
     if seen is None or seen is not module.act_fn:
         kind = type(module)
@@ -304,21 +306,21 @@ def _activation(module: nn.Module) -> str:
         if gate is not None and gate.__name__ != "_default_apply_gate":
             raise TypeError(f"register_experts: {kind.__name__} has another gate than act(g) * u")
         if more := {name for name, p in module._parameters.items() if p is not None} - PARAMETERS:
-            raise TypeError(f"register_experts: {kind.__name__} has a {min(more)}, which moe_mlp has not")
+            raise TypeError(f"register_experts: {kind.__name__} has a {min(more)}, which moe_mlp does not support")
         name = activation_of("register_experts", module.act_fn)
         module.__dict__["_ckptkern_activation"] = module.act_fn, name
     return name
 
 
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
-    """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
+    """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts.
 
-    Select it with `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)`.
-    Under expert parallelism each rank has its own experts and drops the token-expert pairs of other ranks, in backward,
-    too. Experts of another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are
-    called.
+    Select it by `from_pretrained(..., experts_implementation=name)`.
 
-    recompute, workspace: see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode, workspace).
+    recompute, workspace: see ckptkern.moe_mlp.
+
+    Raises ImportError without transformers 5. A call raises TypeError for experts with their own gate, or with interleaved or
+    transposed weights.
     """
     check_mode("register_experts", recompute)
     parse_bytes("register_experts", workspace)

@@ -1,8 +1,8 @@
-"""Leaves a model and all random states as they were: what every probe and check of a model runs in.
+"""Restores a model and all random states after a probe or a check.
 
-A forward may move four things: random states (`seeded`), what modules hold (`unmoved`), gradients (`gradients_unmoved`) and
-parameters. `no_trace` restores all of these after a whole call of convert; checks inside of it take `unmoved` alone, so that
-the next check finds what this one found.
+A forward may change four things: random states (`seeded`), what modules hold (`unmoved`), gradients (`gradients_unmoved`) and
+parameters. `no_trace` restores all of these after a whole call of convert. Checks inside it use `unmoved` alone, so that each
+check begins as the last one did.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.nn.parameter import is_lazy
 from .sharding import holds_sharded, is_sharded
 from .trace import PLAIN_VALUES
 
-SEED = 51_973  # of what a check draws, so that it does not depend on the user's seed
-DEPTH = 3  # a configuration in a configuration, and its lists; less than what a trainer that a module holds leads to: its data
-CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that it is gives the methods
+SEED = 51_973  # seed of every check, independent of the user's
+DEPTH = 3  # reaches lists of a nested configuration, but not the data of a trainer that a module holds
+CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that matches gives the methods
 NOT_DATA = frozenset(
     ("builtins", "functools", "torch", "ckptkern")
-)  # whose objects are functions, handles, what convert binds
+)  # modules whose objects are functions, handles and what convert sets
 # of a module: fully_shard gathers and frees parameters in each call, and registers hooks in the first
 OF_FULLY_SHARD = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set", "_forward_hooks"}
-FULLY_SHARD = "__composable_api_state_key"  # begins the names of attributes in which fully_shard keeps its state
+FULLY_SHARD = "__composable_api_state_key"  # prefix of the attributes with fully_shard's state
 
-# what an object held when it was found: its attributes or items
+# an object, and its attributes or items when it was noted
 Held = tuple[Any, Any]
 
 
@@ -43,7 +43,8 @@ Held = tuple[Any, Any]
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Seeds the global generators of torch, Python and NumPy alike each time, and gives them back their states afterwards."""
+    """Sets the seed of the global generators of torch, Python and NumPy, alike each time, and restores their states
+    afterwards."""
     numpy: Any = sys.modules.get("numpy.random")
     drawn: list[Any] = [random._inst, torch.default_generator]
     for accelerator in (torch.cuda, torch.xpu):  # torch.manual_seed would also seed those that are initialised later
@@ -53,10 +54,10 @@ def seeded() -> Iterator[None]:
         drawn.append(torch.mps._get_default_mps_generator())
     if numpy is not None:
         drawn.append(numpy.mtrand._rand)
-    restorers = [restorer_of(one) for one in drawn]
+    restorers = [restorer_of(generator) for generator in drawn]
     try:
-        for one in drawn:
-            (one.manual_seed if isinstance(one, torch.Generator) else one.seed)(SEED)
+        for generator in drawn:
+            (generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed)(SEED)
         yield
     finally:
         for restore in restorers:
@@ -64,14 +65,14 @@ def seeded() -> Iterator[None]:
 
 
 def drawn_elsewhere() -> tuple:
-    """Returns the states of Python's and NumPy's global generators, which a recompute does not turn back."""
+    """Returns the states of Python's and NumPy's global generators, which a recompute does not restore."""
     numpy = sys.modules.get("numpy.random")
     _, keys, place, *_ = ((), (), 0) if numpy is None else numpy.get_state()
     return random.getstate(), list(keys), place
 
 
 def restorer_of(generator: object) -> Callable[[], None] | None:
-    """Returns what gives a generator its present state back; None for other objects."""
+    """Returns a function that restores a generator's present state; None for other objects."""
     numpy: Any = sys.modules.get("numpy.random")
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
         return functools.partial(generator.setstate, generator.getstate())
@@ -86,7 +87,7 @@ def restorer_of(generator: object) -> Callable[[], None] | None:
 
 
 class Written:
-    """A tensor with its values, memory and requires_grad. values: None for a parameter, of which there is no copy."""
+    """Holds a tensor with its values, memory and requires_grad. values: None for a parameter, which is not copied."""
 
     def __init__(self, tensor: Tensor, values: Tensor | None):
         self.tensor, self.values, self.version = tensor, values, tensor._version
@@ -102,7 +103,7 @@ class Written:
             tensor.requires_grad_(self.requires_grad)
         if self.values is None:
             return
-        # torch's batch_norm writes its statistics and counts no version
+        # torch's batch_norm writes its statistics without a new version
         compares = self.memory is not None and tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
         if tensor._version != self.version or (compares and not torch.equal(tensor, self.values)):
             with torch.no_grad():
@@ -114,7 +115,7 @@ def _place(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-# tensors that the outermost `unmoved` has copied: those inside of it take no second copy
+# tensors copied by the outermost `unmoved`, which inner ones do not copy again
 _COPIES: ContextVar[dict[int, Written] | None] = ContextVar("copies", default=None)
 
 
@@ -122,8 +123,8 @@ _COPIES: ContextVar[dict[int, Written] | None] = ContextVar("copies", default=No
 
 
 class _State:
-    """What modules hold, what that holds, and what that holds: attributes, items of containers, and the values of tensors and
-    the states of generators among these. Parameters are not copied, and other modules not followed."""
+    """Holds what modules hold, and what that holds, to a depth of DEPTH: attributes, items of containers, values of tensors
+    and states of generators. Parameters are not copied, and other modules are not followed."""
 
     def __init__(self, modules: list[nn.Module], others: Iterable[Any] = ()):
         self.held: list[Held] = []
@@ -134,10 +135,10 @@ class _State:
             self.seen.update(id(vars(m)[name]) for m in modules for name in OF_FULLY_SHARD)
         level: list[Any] = [*map(vars, modules), *others]
         for _ in range(DEPTH + 1):
-            level = [one for value in level for one in self.taken(value)]
+            level = [item for value in level for item in self.taken(value)]
 
     def taken(self, value: Any) -> Iterable[Any]:
-        """Notes what it holds, and returns that."""
+        """Notes what the value holds, and returns it."""
         if type(value) in PLAIN_VALUES or id(value) in self.seen or isinstance(value, (type, nn.Module)):
             return ()
         self.seen.add(id(value))
@@ -146,10 +147,10 @@ class _State:
             return ()
         if isinstance(value, Tensor):
             if not (value.is_inference() or is_lazy(value)):
-                one = (_COPIES.get() or {}).get(id(value))
-                if one is None or one.tensor is not value or one.version != value._version:
-                    one = Written(value, value.detach().clone())
-                self.tensors.append(one)
+                written = (_COPIES.get() or {}).get(id(value))
+                if written is None or written.tensor is not value or written.version != value._version:
+                    written = Written(value, value.detach().clone())
+                self.tensors.append(written)
             return ()
         if isinstance(value, tuple):
             return value
@@ -164,31 +165,31 @@ class _State:
         self.held.append((value, before))
         if isinstance(before, list):
             return before
-        return [one for name, one in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
+        return [item for name, item in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
 
     def restore(self) -> None:
         for value, before in self.held:
-            now, was = ([*one, *(one.values() if isinstance(one, dict) else ())] for one in (value, before))
+            now, was = ([*items, *(items.values() if isinstance(items, dict) else ())] for items in (value, before))
             if len(now) != len(was) or not all(map(operator.is_, now, was)):  # it holds other objects
-                kind: Any = next(one for one in CONTAINERS if isinstance(value, one))
+                kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
                 kind.clear(value)
                 (kind.extend if kind in (list, collections.deque) else kind.update)(value, before)
         for restore in self.restorers:
             restore()
-        for one in self.tensors:
-            one.restore()
+        for written in self.tensors:
+            written.restore()
 
 
 @contextlib.contextmanager
 def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
-    values, the contents of containers, and the attributes of objects such as configurations.
+    """Restores what the modules hold: modes, attributes, hooks, submodules, buffers and other tensors with their values, the
+    contents of containers, and the attributes of objects such as configurations.
 
     others: more of such objects.
     """
     state = _State(list(module.modules()), others)
     is_outer = _COPIES.get() is None
-    token = _COPIES.set({id(one.tensor): one for one in state.tensors}) if is_outer else None
+    token = _COPIES.set({id(written.tensor): written for written in state.tensors}) if is_outer else None
     try:
         yield
     finally:
@@ -202,7 +203,8 @@ def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients are None for a while, and what waits for them, such as an optimizer inside backward, is not told."""
+    """Sets gradients to None for a while, and disables the hooks that wait for them, such as those of an optimizer inside
+    backward."""
     before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     waiting = [(hooks, dict(hooks)) for _, _, hooks in before if hooks]
     try:
@@ -220,7 +222,7 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_trace(module: nn.Module, call: tuple = ((), {})) -> Iterator[None]:
-    """Leaves the model, random states, gradients and the arguments of the call as they were.
+    """Restores the model, random states, gradients and the arguments of the call.
 
     Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
     are not, because a copy would take the model's memory once more.
@@ -233,5 +235,5 @@ def no_trace(module: nn.Module, call: tuple = ((), {})) -> Iterator[None]:
         try:
             yield
         finally:
-            for one in small:
-                one.restore()
+            for written in small:
+                written.restore()

@@ -1,8 +1,8 @@
-"""What is read of a traced graph, and the small steps of reading that attention.py and grammar.py share.
+"""Describes what is read of a traced graph, and has the steps of reading that attention.py and grammar.py share.
 
-What a node computes is recognised by its results and not by its class. A leaf with a weight [n, k] that computes x W^T + b is a
-linear layer. Results on random rows show which norm a leaf is, and whether its weight is w or 1 + w. The module's parameters
-must be random meanwhile (check.random_parameters), because a zero bias does not show.
+A node is recognised by its results, not by its class. A leaf with a weight [n, k] that computes x W^T + b is a linear layer.
+Results on random rows show which norm a leaf is, and whether its weight is w or 1 + w. The module's parameters must be random
+meanwhile (check.random_parameters), because a zero bias does not show.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .trace import Node, Unreadable, is_floating, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
-_LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time that a longer formula takes
+_LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time for longer formulas
 
 
 class Weight(NamedTuple):
-    """A parameter or buffer by its path, in a form that arguments.in_form names, or of `count` equal parts of its rows one.
+    """Names a parameter or buffer by path, in a form of arguments.in_form, or one of `count` equal parts of its rows.
 
-    Forms "a" and "b": A or B of low-rank updates of `count` experts, as peft lays them out in one matrix: A [E r, d], or B
-    [n, r E], whose columns are in the order of ranks.
+    Forms "a" and "b": A or B of the low-rank updates of `count` experts, which peft stores in one matrix: A [E r, d], or B [n,
+    r E], with columns in the order of ranks.
     """
 
     path: str
@@ -52,8 +52,8 @@ class Norm(NamedTuple):
 
 
 class Probability(NamedTuple):
-    """Of a dropout: an attribute of the module at `path`, read in each call and 0 unless that module is in training mode; or
-    with path and attribute "" the number `value`, by the whole module's mode."""
+    """Names the probability of a dropout: an attribute of the module at `path`, read in each call and 0 unless that module
+    is in training mode; or with path and attribute "" the number `value`, by the whole module's mode."""
 
     path: str
     attribute: str
@@ -61,12 +61,12 @@ class Probability(NamedTuple):
 
 
 def in_training(p: float) -> Probability:
-    """A function's p, that the traced module hands on in training mode only."""
+    """Returns the Probability of a function's p, which the traced module passes in training mode only."""
     return Probability("", "", float(p))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether calling it runs nn.Linear's forward."""
+    """Returns whether a call of the module runs nn.Linear's forward."""
     kind = type(module)
     return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
 
@@ -76,7 +76,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def _outcome(leaf: nn.Module, x: Tensor) -> Tensor | None:
-    """The leaf's result; None if it raises or returns something else."""
+    """Returns the leaf's result; None if it raises or does not return a tensor."""
     try:
         with torch.no_grad():
             result = leaf(x)
@@ -90,10 +90,10 @@ def check_of(leaf: nn.Module, like: Callable[[Tensor], Tensor]) -> Check:
 
 
 def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor], Tensor], Any]]) -> Any:
-    """What comes with the first of these functions that the leaf computes of x, and in training and in evaluation of its first
-    rows, with the same gradients; None if it computes none."""
+    """Returns what is paired with the first function that gives the leaf's result for x, and in training and in evaluation
+    the same result and gradients for the first rows of x; None if there is none."""
     y, was, parameters = _outcome(leaf, x), leaf.training, list(leaf.parameters(recurse=False))
-    for like, found in ways if y is not None else ():
+    for like, match in ways if y is not None else ():
         if not same(y, like(x)):
             continue
         try:
@@ -101,7 +101,7 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
                 if check_of(leaf, like).error([x[:3]], [0], parameters) > TOLERANCE:
                     break
             else:
-                return found
+                return match
         except Exception:  # someone's leaf may raise anything, such as where a graph is missing
             continue
         finally:
@@ -110,7 +110,8 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
 
 
 def agrees_in_16_bits(leaf: nn.Module, like: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
+    """Returns whether the leaf computes like(x) up to rounding in bfloat16 and under autocast. Calls that it refuses do not
+    count."""
     check, kind = check_of(leaf, like), x.device.type
     narrow = functools.partial(in_dtype, dtype=torch.bfloat16)
     try:
@@ -128,19 +129,20 @@ class Steps:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.kinds: dict[tuple[str, str], Any] = {}  # leaves are called several times, and found out once
-        self.layers_read = 0  # how far it went
-        self.masked: dict[Node, Node] = {}  # what a low-rank update's dropout gave, and what reads it
+        self.kinds: dict[tuple[str, str], Any] = {}  # what leaves compute, found out once
+        self.layers_read = 0  # linear layers read so far
+        self.masked: dict[Node, Node] = {}  # results of low-rank updates' dropouts, with their readers
 
     def leaf(self, node: Node) -> nn.Module | None:
         return self.module.get_submodule(node.source) if node.kind == "module" else None
 
-    def once(self, what: str, node: Node, find: Callable[[str, nn.Module, Node], Any]) -> Any:
-        """find(path, leaf, node) for a node that a leaf with one input tensor returned; None for others."""
+    def once(self, kind: str, node: Node, find: Callable[[str, nn.Module, Node], Any]) -> Any:
+        """Returns find(path, leaf, node), found out once, for a node that a leaf with one input tensor returned; None for
+        other nodes."""
         leaf = self.leaf(node)
         if leaf is None or node.output or len(node.inputs) != 1:
             return None
-        key = (what, node.source)
+        key = (kind, node.source)
         if key not in self.kinds:
             self.kinds[key] = find(node.source, leaf, node)
         return self.kinds[key]
@@ -155,8 +157,8 @@ class Steps:
 
     def linear_leaf(self, node: Node) -> Layer | None:
         if not node.is_function("linear"):
-            found = self.once("linear", node, _find_linear)
-            return found and Layer(*found, self.input_of(node))
+            match = self.once("linear", node, _find_linear)
+            return match and Layer(*match, self.input_of(node))
         call = node.called_with("input", "weight", "bias")
         weight, bias = call["weight"], call.get("bias")
         if weight.kind != "parameter" or (bias is not None and bias.kind != "parameter"):
@@ -170,19 +172,19 @@ class Steps:
             kind = node.source.removesuffix("_norm")
             names = ("weight", "bias") if kind == "layer" else ("weight",)
             call = node.called_with("input", "normalized_shape", *names, "eps")
-            given = [call.get("weight"), call.get("bias")]
-            if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in given):
+            parameters = [call.get("weight"), call.get("bias")]
+            if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in parameters):
                 return None
             eps = call.get("eps", 1e-5 if kind == "layer" else None)
-            weights = (p and Weight(p.source) for p in given)
+            weights = (p and Weight(p.source) for p in parameters)
             return Norm(kind, *weights, DEFAULT_EPS if eps is None else eps)
         return self.once("norm", node, _find_norm)
 
     # -- activations
 
     def activation(self, node: Node) -> tuple[str, Node] | None:
-        """The activation that a leaf, or a function of one tensor that is written out, computes, and what it reads, without
-        views."""
+        """Returns (the activation, the node that it reads) of a leaf, or of a function of one tensor that is written out;
+        None for other nodes."""
         if node.kind == "function":
             behind = [node]  # nodes of its shape, through functions, the nearest first
             for z in behind:
@@ -190,7 +192,11 @@ class Steps:
                 if name not in (None, "identity"):
                     return name, self.strip(z)
                 if z.kind == "function" and len(behind) <= _LONGEST_ACTIVATION:
-                    behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
+                    behind += [
+                        operand
+                        for operand in dict.fromkeys(z.inputs)
+                        if operand.shape == node.shape and operand not in behind
+                    ]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
         return name and (name, self.input_of(node))
@@ -207,13 +213,14 @@ class Steps:
         return None
 
     def drop_path(self, node: Node) -> Probability | None:
-        """Stochastic depth: whole samples of x [B, ...] dropped, the others scaled by 1/(1 - p)."""
+        """Returns the probability of stochastic depth, which drops whole samples of x [B, ...] and scales the others by 1/(1
+        - p); None for other nodes."""
         return self.once("drop_path", node, _find_drop_path)
 
     # -- what lies between leaves
 
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
-        """What a node shows through views, casts and, if they are collected, dropouts."""
+        """Returns the node behind views, casts and, if they are collected, dropouts."""
         while True:
             if dropouts is not None and (p := self.dropout(node)) is not None:
                 dropouts.append(p)
@@ -223,24 +230,24 @@ class Steps:
             node = node.inputs[0]
 
     def input_of(self, node: Node) -> Node:
-        """What a node's first input shows."""
+        """Returns the node behind views and casts of the first input."""
         return self.strip(node.inputs[0])
 
-    def refuse(self, what: str, node: Node) -> Unreadable:
-        return Unreadable(f"{what} {self.describe(node)}")
+    def refuse(self, reason: str, node: Node) -> Unreadable:
+        return Unreadable(f"{reason} {self.describe(node)}")
 
     def linear_of(self, node: Node) -> Layer | None:
-        """The linear layer that a node is the result of."""
+        """Returns the linear layer, with its low-rank update, whose result the node is; None for other nodes."""
         if (layer := self.linear_leaf(node)) is not None:
             return layer
         for base, update in node.pairs if node.is_function("add") else ():
             layer = self.linear_leaf(self.strip(base))
-            if layer is not None and (found := self.update(update, layer.input)) is not None:
-                return layer._replace(update=found)
+            if layer is not None and (lora := self.update(update, layer.input)) is not None:
+                return layer._replace(update=lora)
         return None
 
     def update(self, node: Node, x: Node) -> Update | None:
-        """scale * b(a(dropout(x)))."""
+        """Reads scale * b(a(dropout(x))); None for other nodes."""
         node, scale = self.strip(node), 1.0
         while (factor := self.factor(node)) is not None:
             scale, node = scale * factor, self.input_of(node)
@@ -252,12 +259,13 @@ class Steps:
             dropouts: list[Probability] = []
             pair, reader, node = [linear.weight, *pair], node, linear.input
         if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
-            raise Unreadable("low-rank updates that share one dropout's mask")
+            raise Unreadable("low-rank updates share one dropout's mask")
         node = self.strip(node, dropouts)
         return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
 
     def scale_of(self, path: str, scale: float) -> float | Scale:
-        """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
+        """Returns where a layer of peft holds the scale of the update whose A is at this path; the number itself if none
+        does."""
         parts = path.split(".")
         for i in range(len(parts) - 1):
             owner = ".".join(parts[:i])
@@ -268,28 +276,28 @@ class Steps:
         return scale
 
     def factor(self, node: Node) -> float | None:
-        """The number that a node's one tensor is multiplied by; None for other nodes."""
+        """Returns the number by which a node multiplies its one tensor; None for other nodes."""
         if not node.is_function("mul", "div", of=1):
             return None
         if len(node.numbers) != 1:
-            raise self.refuse("no number scales", node)
+            raise self.refuse("the factor is not one number:", node)
         (number,) = node.numbers
         return 1 / number if node.is_function("div") else float(number)
 
-    def linear(self, node: Node, what: str) -> Layer:
-        if (found := self.linear_of(node)) is None:
-            raise self.refuse(f"{what} is not a linear layer but", node)
+    def linear(self, node: Node, role: str) -> Layer:
+        if (layer := self.linear_of(node)) is None:
+            raise self.refuse(f"{role} is not a linear layer but", node)
         self.layers_read += 1
-        return found
+        return layer
 
-    def probability(self, found: list[Probability]) -> Probability | float:
-        """The dropout among those in a row; one that is 0 now counts if it is alone, since it may be raised later.
+    def probability(self, dropouts: list[Probability]) -> Probability | float:
+        """Returns the only dropout of several in a row that is not 0 now; or the first, since it may be raised later.
 
         Raises Unreadable for two, whose matmul has no single mask.
         """
-        live = [p for p in found if p.value] or found[:1]
+        live = [p for p in dropouts if p.value] or dropouts[:1]
         if len(live) > 1:
-            raise Unreadable("two dropouts in a row")
+            raise Unreadable("it has two dropouts in a row")
         return live[0] if live else 0.0
 
     def norm_arguments(self, node: Node, name: str = "norm") -> dict[str, Any]:
@@ -307,18 +315,18 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
         return None
 
-    def like(x: Tensor) -> Tensor:  # in the form that is tried
+    def like(x: Tensor) -> Tensor:  # uses the present `form`
         weight = leaf._parameters["weight"]
         return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 
     for form, (n, k) in (("", weight.shape), ("t", weight.shape[::-1])):
-        found = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
+        match = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
         if is_linear(leaf):
-            return found
-        # a forward of its own may quantise in some modes or dtypes alone
+            return match
+        # its own forward may quantise in some modes or dtypes only
         x = weight.new_empty(3, k).normal_()
-        if first_like(leaf, x, [(like, found)]) and agrees_in_16_bits(leaf, like, x):
-            return found
+        if first_like(leaf, x, [(like, match)]) and agrees_in_16_bits(leaf, like, x):
+            return match
     return None
 
 
@@ -350,13 +358,13 @@ def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, ep
 
 
 def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
-    """The node computed anew, with `values` in place of the node z."""
+    """Computes the node anew, with `values` in place of the node z."""
     if node is z:
         return values.clone()  # functions in place are called as well
     if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
         raise Unreadable("not a function of one tensor")
-    given = (_evaluated(one, z, values) if isinstance(one, Node) else one for one in node.leaves)
-    args, kwargs = recomputed((node.args, node.kwargs), given)
+    leaves = (_evaluated(leaf, z, values) if isinstance(leaf, Node) else leaf for leaf in node.leaves)
+    args, kwargs = recomputed((node.args, node.kwargs), leaves)
     return node.function(*args, **kwargs)
 
 
@@ -399,21 +407,22 @@ SCALING = "scaling"  # of peft's layers: the scales of low-rank updates, by adap
 
 
 class Argument(NamedTuple):
-    """One of the call's flattened arguments, in a form that arguments.in_form names."""
+    """Names one of the call's flattened arguments, in a form of arguments.in_form."""
 
     index: int
     form: str = ""
 
 
 class Scale(NamedTuple):
-    """The scale of an adapter's low-rank update: an entry of the dict `scaling` of the layer at `path`, read in each call."""
+    """Names the scale of an adapter's low-rank update: an entry of the dict `scaling` of the layer at `path`, read in each
+    call."""
 
     path: str
     adapter: str
 
 
 class Update(NamedTuple):
-    """A low-rank update: the fields of ckptkern.LoRA."""
+    """Describes a low-rank update, by the fields of ckptkern.LoRA."""
 
     a: Weight
     b: Weight
@@ -421,14 +430,14 @@ class Update(NamedTuple):
     dropout_p: Probability | float
 
     def rows(self, part: int, count: int) -> Update:
-        """That of one of `count` equal parts of the layer's rows."""
+        """Returns the update of one of `count` equal parts of the layer's rows."""
         if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
-            raise Unreadable("a low-rank update with dropout of a weight that is split")
+            raise Unreadable("a split weight has a low-rank update with dropout")
         return self._replace(b=self.b.rows(part, count), dropout_p=0.0)  # the guard sees it if that changes
 
 
 class Layer(NamedTuple):
-    """A linear layer where it is applied: what it reads, without views, and its low-rank update."""
+    """Describes a linear layer where it is applied: its parameters, its input without views, and its low-rank update."""
 
     weight: Weight
     bias: Weight | None
@@ -437,37 +446,36 @@ class Layer(NamedTuple):
     update: Update | None = None
 
     def rows(self, part: int, count: int) -> Layer:
-        """One of `count` equal parts of its rows."""
-        weight, bias, update = (one and one.rows(part, count) for one in (self.weight, self.bias, self.update))
+        """Returns one of `count` equal parts of the layer's rows."""
+        weight, bias, update = (value and value.rows(part, count) for value in (self.weight, self.bias, self.update))
         return Layer(weight, bias, self.out_features // count, self.input, update)
 
 
 def layers_as(**layers: Layer) -> dict[str, Any]:
-    """Weights, biases and low-rank updates of these layers as arguments of an op."""
-    found = {}
+    """Returns weights, biases and low-rank updates of these layers as arguments of an op."""
+    arguments = {}
     for name, layer in layers.items():
-        found |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
-    return found | updates(**layers)
+        arguments |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
+    return arguments | updates(**layers)
 
 
 def updates(**layers: Layer) -> dict[str, Any]:
-    """The argument `lora` of an op, if any of these has an update."""
-    found = {name: layer.update for name, layer in layers.items() if layer.update is not None}
-    return {"lora": found} if found else {}
+    """Returns the argument `lora` of an op; {} if no layer has an update."""
+    lora = {name: layer.update for name, layer in layers.items() if layer.update is not None}
+    return {"lora": lora} if lora else {}
 
 
-# For each open question the changes of arguments that answer it, by the names of the arguments: "a.b" is b of the argument a.
+# For each open question, alternative changes of arguments, by name: "a.b" is b of the argument a.
 Choices = list[list[dict[str, Any]]]
 
 
 @dataclass
 class Reading:
-    """A fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input. Of a sublayer
-    that is being read, op is "", and x the node that it reads, without views.
+    """Describes a fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input. For
+    a sublayer that is being read, op is "", and x the node that it reads, without views.
 
-    logits_of: the path of an MoE's router whose first result is the logits, whose hooks are given them; "" if there is none.
-    result: how the output lies in what forward returns. apart: a function that forward leaves out of autocast, and the op would
-    not.
+    logits_of: the path of an MoE's router whose first result is the logits, which its hooks get; "" if there is none. result:
+    the place of the output in what forward returns. apart: a function that forward keeps out of autocast, and the op would not.
     """
 
     arguments: dict[str, Any]
@@ -479,7 +487,7 @@ class Reading:
     apart: str = ""
 
     def candidates(self) -> Iterator[Reading]:
-        """Yields the reading with each way to answer all open questions."""
+        """Yields the reading with each combination of answers to all open questions."""
         for answers in itertools.product(*self.choices):
             arguments = self.arguments
             for path, value in (item for answer in answers for item in answer.items()):
@@ -493,11 +501,11 @@ def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]
 
 
 def prefixed(template: Any, path: str) -> Any:
-    """A template of a submodule's parameters as one of its parent's."""
+    """Returns a template of a submodule's parameters as one of its parent's."""
     if isinstance(template, (Weight, Scale, Probability)):
         return template._replace(path=f"{path}.{template.path}" if template.path else path)
     if isinstance(template, Update):
-        return Update(*(prefixed(one, path) for one in template))
+        return Update(*(prefixed(value, path) for value in template))
     if isinstance(template, dict):
         return {name: prefixed(value, path) for name, value in template.items()}
     return template

@@ -1,11 +1,11 @@
-"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region. Refuses
-models and calls of which no training step can run, and says what to do.
+"""Records a training step: every tensor with the op that returned it, what forward saves for backward, and in which region.
+Refuses models and calls that can run no training step, and names the remedy.
 
-A dispatch mode sees each tensor that an op returns, ours as their bodies call torch's, and a weak reference tells when its
-storage is gone. So the figures need no allocator and are there on the meta device too. What a kernel of a library takes for
-itself while it runs is in the allocator's timeline alone, which is recorded beside it where there is one.
+A dispatch mode sees each tensor that an op returns, also inside ckptkern's ops, and a weak reference tells when its storage is
+freed. So the figures need no allocator, and exist on the meta device, too. What a library's kernel allocates while it runs is
+in the allocator's timeline alone, which is recorded, too, where there is one.
 
-The peak of a step is counted above what is there when it begins: parameters, buffers, inputs, and the gradients that there are.
+The peak of a step is counted above what is allocated when it begins: parameters, buffers, inputs, and present gradients.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from .quantized import packed_in
 from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
-Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
+Loss = Callable[[Any], Tensor]  # from a model's outputs to the scalar that a step differentiates
 Saved = dict[StorageWeakRef, int]  # bytes of storages
 Names = dict[StorageWeakRef, "tuple | None"]  # of storages; None: of a parameter or buffer
 Place = tuple[str, int, int]  # "in" or "out", the tensor among the leaves, and the storage among its parts
-SELDOM = 16  # ops, after which it is looked for what is gone
+SELDOM = 16  # ops between searches for freed storages
 
 
 class Alive(NamedTuple):
-    """A tensor that stands at the peak. place: the region in whose forward or backward it was made, "" outside of all."""
+    """Describes a tensor that is allocated at the peak. place: the region in whose forward or backward it was allocated, ""
+    outside of all."""
 
     bytes: int
     op: str
@@ -56,10 +57,10 @@ class Alive(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A part of the step: in the forward or backward of a region, or outside of all.
+    """Describes a part of the step: in the forward or backward of a region, or outside of all.
 
-    region: its place, None outside. done: the regions that have run forward and not yet ended their backward, this one left
-    out. start, highest: bytes.
+    region: its place, None outside. done: the other regions that have run forward and not yet ended their backward. start,
+    highest: bytes.
     """
 
     region: int | None
@@ -70,9 +71,9 @@ class Stretch(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of a region. call: its arguments, of a forward alone. names: of the storages of its inputs and outputs, by their
-    place: their name in the model, None for a parameter's, and their bytes. hidden: it is inside a checkpoint of the model's
-    own, for which nothing that it saves is saved. saved: the storages that it saves."""
+    """Describes a call of a region. call: its arguments, if only a forward runs. names: of the storages of its inputs and
+    outputs, by place: their name in the model, None for a parameter's, and their bytes. hidden: it is inside a checkpoint of
+    the model's own, so that nothing of it is saved. saved: the storages that it saves."""
 
     call: Call | None
     names: dict[Place, tuple[tuple | None, int]]
@@ -81,9 +82,9 @@ class Called(NamedTuple):
 
 
 class Step(TorchDispatchMode):
-    """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
-    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
-    alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
+    """Records what runs inside as one training step: allocated bytes (`bytes` now, `peak`), the tensors at the peak, flops
+    of matmuls, and the stretches and calls of the regions of `step_of`. backs: a backward follows. holds: what a forward
+    alone saves stays allocated, as if it were differentiated inside; without it, a model that does not fit may be measured."""
 
     bytes = peak = highest = start = 0  # highest: of the stretch
     flops = ops = ops_of_forward = gradients = 0
@@ -116,7 +117,7 @@ class Step(TorchDispatchMode):
         if formula := FLOPS.get(func._overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self.ops += 1
-        if self.bytes > self.highest or self.ops % SELDOM == 0:  # with what is gone by now: it may be no new height
+        if self.bytes > self.highest or self.ops % SELDOM == 0:  # freed storages may have lowered it
             self.heights.append(self.now())
             self.highest = max(self.highest, self.bytes)
             if self.bytes > self.peak:
@@ -124,7 +125,7 @@ class Step(TorchDispatchMode):
         return result
 
     def note(self, result: Any, arguments: Any, op: str) -> None:
-        """Adds the storages of an op's result. Those of its arguments that are not alive were there before."""
+        """Adds the storages of an op's result. Unknown storages of its arguments were there before."""
         new = {key: part for part in parts_of(result) if (key := part.untyped_storage()._cdata) not in self.alive}
         for part in parts_of(arguments) if new else ():
             new.pop(part.untyped_storage()._cdata, None)
@@ -135,7 +136,7 @@ class Step(TorchDispatchMode):
             self.bytes += alive.bytes
 
     def now(self) -> int:
-        """Returns the bytes of what is not gone."""
+        """Returns the bytes that are still allocated."""
         for key in [key for key in self.alive if torch.UntypedStorage._expired(key)]:
             self.bytes -= self.alive.pop(key)[1].bytes
         return self.bytes
@@ -158,7 +159,7 @@ class Step(TorchDispatchMode):
                 return
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             hidden = not torch.is_grad_enabled() or getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
-            call = None if self.backs else mapped(as_input, (args, kwargs))  # which would live on until backward
+            call = None if self.backs else mapped(as_input, (args, kwargs))  # a stored call would live until backward
             self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
             self.count += 1
             self.name(i, "in", (args, kwargs))
@@ -173,13 +174,13 @@ class Step(TorchDispatchMode):
             self.name(i, "out", output)
             self.cut()
             self.done.add(i)
-            for tensor in [one for one in tensors_in(output) if one.requires_grad][:1]:
+            for tensor in [t for t in tensors_in(output) if t.requires_grad][:1]:
                 tensor.register_hook(begin_backward)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
     def name(self, i: int, role: str, values: Any) -> None:
-        """Names the storages of a region's inputs or outputs that have no name yet."""
+        """Gives a name to the storages of a region's inputs or outputs that have none yet."""
         tensors = [(j, value) for j, value in enumerate(leaves_of(values)) if isinstance(value, Tensor)]
         for place, part in [((role, j, k), part) for j, t in tensors for k, part in enumerate(memory.dense_parts(t))]:
             storage = part.untyped_storage()
@@ -192,20 +193,20 @@ class Step(TorchDispatchMode):
         saved.update(memory.storages_of([tensor]))
 
     def cut(self, region: int | None = None, name: str = "") -> None:
-        """Ends a stretch, and begins another."""
+        """Begins a stretch, after recording the one that ends."""
         self.timeline.mark(f"stretch {len(self.stretches)}")
         highest, self.highest = self.highest, self.now()
         done = frozenset(self.done - {self.region})
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
 
-    # -- what it says
+    # -- results
 
     @property
     def saved(self) -> int:
-        """Bytes that forward saved for backward, besides parameters and buffers."""
+        """Returns the bytes that forward saved for backward, besides parameters and buffers."""
         saved = dict(self.outside)
-        for called in [one for calls in self.calls.values() for one in calls]:
+        for called in [call for calls in self.calls.values() for call in calls]:
             saved |= called.saved
         return sum(nbytes for key, nbytes in saved.items() if self.names.get(key, key) is not None)
 
@@ -217,7 +218,7 @@ class Step(TorchDispatchMode):
         return memory.Timeline([float(i) for i in range(len(self.heights))], list(self.heights), marks)
 
     def standing(self) -> list[Alive]:
-        """Returns what stood at the peak, the largest first; tensors that differ in nothing but their bytes are added up."""
+        """Returns the tensors at the peak, the largest first. Tensors that differ only in their bytes are added up."""
         added: dict[Alive, int] = {}
         for alive in self.at_peak:
             key = alive._replace(bytes=0)
@@ -226,8 +227,8 @@ class Step(TorchDispatchMode):
 
 
 def parts_of(values: Any) -> list[Tensor]:
-    """Returns the tensors with a storage of their own of all tensors inside."""
-    return [part for one in tree_leaves(values) if isinstance(one, Tensor) for part in memory.dense_parts(one)]
+    """Returns the tensors with a storage of their own, of all tensors inside."""
+    return [part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in memory.dense_parts(leaf)]
 
 
 def owned_by(model: nn.Module) -> Names:
@@ -236,7 +237,7 @@ def owned_by(model: nn.Module) -> Names:
 
 
 def owned_tensors(model: nn.Module) -> list[Tensor]:
-    """Returns its parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
+    """Returns the model's parameters and buffers, and the scales of those that bitsandbytes has parametrized."""
     return [*model.parameters(), *model.buffers(), *map(Frozen, packed_in(model))]
 
 
@@ -261,16 +262,16 @@ def step_of(
     ended: Callable[[], None] | None = None,
     profiles: bool = True,
 ) -> Step:
-    """Runs one training step of the model, forward and backward, and records it. Nothing of it is left.
+    """Runs one training step of the model, forward and backward, and records it. The model is left as it was.
 
-    regions: their names and modules. loss: from the output to what is differentiated; None: `loss_of`, and a forward alone
-    has none. there: parameters and inputs whose gradients are there when the step begins; None: those that have one. trains:
-    in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
-    before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
+    regions: their names and modules. loss: a function from the output to the scalar that is differentiated; None: `loss_of`, or
+    no loss for a forward alone. there: parameters and inputs that have gradients when the step begins; None: those that have
+    one now. trains: in training mode. step: the recorder; Step(backs=False) runs a forward alone, and holds nothing that it
+    saves. ended: called before gradients are restored. profiles: adds what kernels allocate themselves, by torch.profiler.
     """
     step, (args, kwargs) = step or Step(), call
-    leaves = [one for one in (*model.parameters(), *tensors_in(call)) if one.requires_grad and one.is_leaf]
-    before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
+    leaves = [leaf for leaf in (*model.parameters(), *tensors_in(call)) if leaf.requires_grad and leaf.is_leaf]
+    before = {id(leaf) for leaf in (there if there is not None else [leaf for leaf in leaves if leaf.grad is not None])}
     step.names |= owned_by(model)
     with seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves), contextlib.ExitStack() as stack:
         set_gradients(leaves, before)
@@ -299,8 +300,8 @@ def step_of(
             step.cut()
             if ended is not None:
                 ended()
-        step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
-    # stretches and the peak may be higher in the timeline, which has what kernels of libraries take
+        step.gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None and id(leaf) not in before)
+    # the timeline includes what kernels of libraries allocate, so stretches and the peak may be higher there
     timeline, step.peak = step.timeline, max(step.peak, step.timeline.peak)
     for i, stretch in enumerate(step.stretches if timeline.bytes else ()):
         heights = timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
@@ -310,34 +311,36 @@ def step_of(
 
 
 def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None:
-    """Gives zeros as gradients to those of these ids, none to others, and Megatron-LM's sums of gradients other memory, until
-    `gradients_unmoved` and `unmoved` end."""
-    for one in leaves:
-        one.grad = torch.zeros_like(one) if id(one) in there else None
-        if isinstance(getattr(one, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
-            one.main_grad = torch.zeros_like(one.main_grad)
+    """Sets gradients of zeros for the leaves with these ids, None for others, and other memory for Megatron-LM's sums of
+    gradients, until `gradients_unmoved` and `unmoved` end."""
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf) if id(leaf) in there else None
+        if isinstance(getattr(leaf, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
+            leaf.main_grad = torch.zeros_like(leaf.main_grad)
 
 
 def floating_in(output: Any) -> list[Tensor]:
-    """Returns the floating-point tensors of what a model returned."""
+    """Returns the floating-point tensors among a model's outputs."""
     return [
-        one for one in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output) if is_floating(one)
+        leaf
+        for leaf in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+        if is_floating(leaf)
     ]
 
 
 def differentiated(output: Any) -> list[Tensor]:
-    """Returns what a step differentiates of what a model returned: its `loss`, or its scalars, or else all its tensors; those
-    that have a gradient, if any has one."""
+    """Returns the outputs that a step differentiates: the `loss`, or the scalars, or else all tensors; those that have a
+    gradient, if any has one."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return [loss]
     tensors = floating_in(output)
-    tensors = [one for one in tensors if one.requires_grad] or tensors
-    return [one for one in tensors if one.dim() == 0] or tensors
+    tensors = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+    return [tensor for tensor in tensors if tensor.dim() == 0] or tensors
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([one.float().sum() for one in tensors]).sum()
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 def loss_of(
@@ -346,8 +349,9 @@ def loss_of(
     summed: Callable[[Sequence[Tensor]], Tensor] = sum_of,
     op: str = "loss",
 ) -> Tensor:
-    """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed` of
-    its tensors. Raises ValueError for several scalars, and for what has no gradient; TypeError for a loss that is no scalar."""
+    """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed`
+    of its tensors. Raises ValueError for several scalars, and for a scalar without a gradient; TypeError if `loss` does not
+    return a scalar tensor."""
     results = differentiated(output) if loss is None else [loss(output)]
     if len(results) > 1 and results[0].dim() == 0:
         raise ValueError(
@@ -367,9 +371,9 @@ def loss_of(
 
 
 def check_step(op: str, model: nn.Module, call: Call) -> None:
-    """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
-    or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors that were made in
-    it."""
+    """Raises TypeError if model is not a module, and for a batch as one positional dict; ValueError for a model that is
+    compiled, lazy or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors
+    that were created in it."""
     check_tensors(op, model, call)
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
@@ -389,19 +393,19 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
 
 
 def check_tensors(op: str, model: nn.Module, call: Call) -> None:
-    """Raises TypeError for what is no module; RuntimeError in inference mode, and for tensors that were made in it; ValueError
-    for lazy modules."""
+    """Raises TypeError if model is not a module; RuntimeError in inference mode, and for tensors that were created in it;
+    ValueError for lazy modules."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
-            "torch.no_grad() is no problem"
+            "torch.no_grad() is allowed"
         )
     tensors = [*model.parameters(), *tensors_in(call)]
-    if any(is_lazy(one) for one in tensors):
+    if any(is_lazy(tensor) for tensor in tensors):
         raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
-    if any(one.is_inference() for one in tensors):
+    if any(tensor.is_inference() for tensor in tensors):
         raise RuntimeError(
             f"{op}: a parameter or input was made in torch.inference_mode(), so that no gradient flows through it. Make it "
             "outside, or pass its clone()"
@@ -409,11 +413,11 @@ def check_tensors(op: str, model: nn.Module, call: Call) -> None:
 
 
 def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None = None) -> int:
-    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x, the
-    first floating-point one if it is not named. Raises StopIteration if there is none."""
+    """Returns the bytes that one training call of `run`, a forward of `module`, saves, besides parameters and the arguments
+    other than x. x: by default the first floating-point argument. Raises StopIteration if there is none."""
     x = next(filter(is_floating, leaves_of(call))) if x is None else x
-    wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
-    args, kwargs = mapped(lambda one: wanted if one is x else one, call)
+    wanted, shared = x.detach().requires_grad_(), [tensor for tensor in tensors_in(call) if tensor is not x]
+    args, kwargs = mapped(lambda tensor: wanted if tensor is x else tensor, call)
     with unmoved(module), torch.enable_grad():
         module.train()
         with memory.saved_tensors([*owned_tensors(module), *shared]) as saved:
@@ -422,23 +426,23 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None =
 
 
 def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
-    """`saved_bytes`; None without a call that can be measured."""
-    if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
+    """Returns `saved_bytes`; None without a call that can be measured."""
+    if call is None or holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
         return None
-    with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
+    with contextlib.suppress(Exception):  # convert's checks do not depend on this measurement
         return saved_bytes(module, run, call, x)
     return None
 
 
 def step_of_all(model: nn.Module, call: Call, there: list[Tensor]) -> tuple[int | None, int | None]:
-    """Returns the bytes that a training step of the model saves for backward, besides parameters, and those of its peak; None
-    for what cannot be measured. there: as in `step_of`."""
+    """Returns (the bytes that a training step of the model saves for backward, besides parameters; its peak); None for what
+    cannot be measured. there: as in `step_of`."""
     if not any(call) or is_sharded(model) or holds_sharded(model):
-        return None, None  # a forward that no backward follows would leave their state open
+        return None, None  # a forward without a backward would leave fully_shard's state open
     # the reducer of DistributedDataParallel would wait for ranks that do not convert
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    forward, peak = Step(backs=False), None  # of which nothing is held: the model may not fit before it is converted
-    # whatever its forward makes of it in training
+    forward, peak = Step(backs=False), None  # holds nothing: the model may not fit before it is converted
+    # a forward may raise anything in training
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step_of(model, call, there=there, step=forward)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from .. import memory
 
 WAY = (
-    "what convert cannot read or cut, a forward can: ckptkern.checkpointed(part)(x) recomputes a part of it, and "
-    "ckptkern.checkpoint_sequential(layers, 2, x) a list of layers; ckptkern.plan chooses by a budget"
+    "a forward can recompute what convert cannot read: a part by ckptkern.checkpointed(part)(x), a list of layers by "
+    "ckptkern.checkpoint_sequential(layers, 2, x); ckptkern.plan chooses by a budget"
 )
 NOTHING = "no module of it is a fused op, and checkpoints of its modules do not lower the peak"
 RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run
 
 AGAIN = "Convert the model once more, as it is trained now"  # the remedy where its inside has changed
-WARNED: set[Hashable] = set()  # since a model was converted
+WARNED: set[Hashable] = set()  # warnings since a model was converted
 
 
 def warn_once(key: Hashable, text: str, stacklevel: int) -> None:
@@ -29,10 +29,10 @@ def warn_once(key: Hashable, text: str, stacklevel: int) -> None:
 
 
 def warn_of(name: str, ran: str, kind: str, why: str) -> None:
-    """Warns of the first module of a class, `kind`, that runs otherwise than its row says for this cause."""
+    """Warns once for each cause that modules of a class, `kind`, do not run as their rows say."""
     original = "its original forward, which saves everything"
-    what = original if ran == "original" else "an activation checkpoint, not fused"
-    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {what}: {why}", 7)
+    how = original if ran == "original" else "an activation checkpoint, not fused"
+    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {how}: {why}", 7)
 
 
 warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -42,14 +42,11 @@ warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Row:
     """Describes a module and its replacement.
 
-    replaced_by: a fused op ("transformer_layer", "attention_block", "latent_attention_block", "mlp_block", "linear_stack",
-    "linear_act", "moe_mlp", "linear_cross_entropy"), "checkpoint" for an activation checkpoint, "tiled" for the norm before an
-    LM head in chunks of tokens, the class of a drop-in replacement in ckptkern.nn, or None, with the reason.
-    saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example
-    inputs; None without them. error: the largest relative error of output and gradients in the numerical check.
-    calls: how many calls of it with gradients have run "fused", "checkpointed" and, in training, as the "original" forward
-    since convert, each recompute of an activation checkpoint around it and each slice of its tokens included; those under
-    torch.compile are not counted.
+    replaced_by: a fused op, "checkpoint" (activation checkpoint), "tiled" (a norm in chunks of tokens), a class of ckptkern.nn,
+    or None, with the reason.
+    saved_before, saved_after: bytes that one call saves for backward, besides parameters.
+    error: the largest relative error of output and gradients in the check.
+    calls: calls with gradients that ran "fused", "checkpointed" or, in training, "original"; not counted under torch.compile.
     """
 
     name: str
@@ -64,12 +61,11 @@ class Row:
 
 @dataclass
 class Conversion:
-    """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
+    """Lists the rows in the model's order. print(conversion) shows a table.
 
-    saved_before, saved_after: bytes that a training call of the whole model with the example inputs saves for backward, besides
-    parameters; None if it could not be measured. peak_before, peak_after: bytes that a step with them allocates at its peak,
-    above what is there when it begins, as in `plan`; None likewise. groups: the names of layers that are one region, for each
-    (`every`).
+    saved_before, saved_after: bytes that a training call saves for backward, besides parameters; None if not measured.
+    peak_before, peak_after: peak bytes of a step, above what is allocated when it begins.
+    groups: the names of the layers of each region (`every`).
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -116,8 +112,8 @@ class Conversion:
             )
         text = aligned(lines)
         for name, rows in alike([row for row in self.rows if row.reason]):
-            what = "an activation checkpoint, because: " if rows[0].replaced_by else ""
-            text.append(f"{name}: {what}{rows[0].reason}")
+            prefix = "an activation checkpoint, because: " if rows[0].replaced_by else ""
+            text.append(f"{name}: {prefix}{rows[0].reason}")
         for names in self.groups:
             text.append(f"{names[0]} to {names[-1]} are one region")
         count = len(self.converted)
@@ -139,7 +135,7 @@ class Conversion:
 
 
 def aligned(lines: list[tuple[str, ...]], numbers: int | None = None) -> list[str]:
-    """Returns the cells of each line, in columns. numbers: the first column of those that end at the right."""
+    """Returns the lines with their cells in columns. numbers: the first of the columns that are aligned at the right."""
     columns = list(zip(*lines, strict=True))
     for i, cells in enumerate(columns):
         justify = str.ljust if numbers is None or i < numbers else str.rjust
@@ -157,7 +153,7 @@ def write_rows(path: str | os.PathLike, rows: Iterable[dict[str, object]]) -> No
 
 
 def alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows that differ by a number in their name, each with one name for all."""
+    """Returns the rows by groups whose names differ only in a number, with one name for each group."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault((re.sub(r"\d+", "#", row.name), row.kind, row.replaced_by, row.reason), []).append(row)
@@ -165,6 +161,6 @@ def alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def name_of(names: list[str]) -> str:
-    """One for modules whose names differ by a number."""
+    """Returns one name for modules whose names differ only in a number."""
     name = names[0] or "(the model)"
     return name if len(names) == 1 else f"{re.sub(r'[0-9]+', '*', name)} ({len(names)})"

@@ -19,48 +19,48 @@ def several(which: Which | Iterable[Which] | None) -> Iterable[Which]:
 
 
 def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module) -> bool:
-    """Is the module one of these: names with wildcards, classes, or functions of (name, module)?"""
-    for one in several(which):
-        if isinstance(one, type):
-            found = isinstance(module, one)
+    """Returns whether the module matches one of these: names with wildcards, classes, or functions of (name, module)."""
+    for selector in several(which):
+        if isinstance(selector, type):
+            matched = isinstance(module, selector)
         else:
-            found = fnmatch.fnmatchcase(name, one) if isinstance(one, str) else one(name, module)
-        if found:
+            matched = fnmatch.fnmatchcase(name, selector) if isinstance(selector, str) else selector(name, module)
+        if matched:
             return True
     return False
 
 
 def check_names(model: nn.Module, include, exclude) -> None:
-    """Raises ValueError for a name of these that no module has, and for one to include that only lists of modules have."""
+    """Raises ValueError for a name that matches no module, and for a name to include that matches only lists of modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     lists = [f"{name}.*" for name, module in modules.items() if name and isinstance(module, LISTS) and len(module)]
     where = f"; its lists of layers are {', '.join(map(repr, lists[:SHOWN]))}" if lists else ""
     for option, which in (("include", include), ("exclude", exclude)):
-        for one in several(which):
-            if not isinstance(one, str):
+        for pattern in several(which):
+            if not isinstance(pattern, str):
                 continue
-            found = fnmatch.filter(modules, one)
-            if not found:
-                close = difflib.get_close_matches(one, modules, 1, 0.0)
+            names = fnmatch.filter(modules, pattern)
+            if not names:
+                close = difflib.get_close_matches(pattern, modules, 1, 0.0)
                 raise ValueError(
-                    f"convert: {option}={one!r} is the name of no module of {type(model).__name__}{where}"
-                    + (f"; the most like it is {close[0]!r}" if close and close[0] else "")
+                    f"convert: {option}={pattern!r} matches no module of {type(model).__name__}{where}"
+                    + (f"; the closest name is {close[0]!r}" if close and close[0] else "")
                 )
-            if option == "include" and all(isinstance(modules[name], LISTS) for name in found):
+            if option == "include" and all(isinstance(modules[name], LISTS) for name in names):
                 raise ValueError(
-                    f"convert: include={one!r} names a list, which has no forward. Its members are {found[0] + '.*'!r}"
+                    f"convert: include={pattern!r} names a list, which has no forward. Its members are {names[0] + '.*'!r}"
                 )
 
 
 def selected(model: nn.Module, include, exclude) -> set[nn.Module]:
-    """Returns the modules that are included, all of them by default, and neither excluded nor inside of one that is."""
-    found: set[nn.Module] = set()
+    """Returns the modules that are included, all by default, and neither excluded nor inside an excluded one."""
+    modules: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> None:
-        if module not in found and not matches(exclude, name, module):
-            found.add(module)
+        if module not in modules and not matches(exclude, name, module):
+            modules.add(module)
             for child, m in module.named_children():
                 visit(f"{name}.{child}" if name else child, m)
 
     visit("", model)
-    return {m for name, m in model.named_modules() if m in found and (include is None or matches(include, name, m))}
+    return {m for name, m in model.named_modules() if m in modules and (include is None or matches(include, name, m))}

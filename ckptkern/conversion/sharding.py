@@ -13,13 +13,13 @@ from torch import nn
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Was fully_shard called on it?"""
+    """Returns whether fully_shard was called on the module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here, because it takes a second
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def holds_sharded(module: nn.Module) -> bool:
-    """Was fully_shard called on a module inside? A forward of it gathers parameters."""
+    """Returns whether fully_shard was called on a module inside, so that a forward gathers parameters."""
     return any(map(is_sharded, list(module.modules())[1:]))
 
 
@@ -33,21 +33,21 @@ def check_not_fsdp1(model: nn.Module, op: str = "convert") -> None:
 
 
 def announces_backward(hook: object) -> bool:
-    """Is it a hook of fully_shard, or of FullyShardedDataParallel, on a model's result? It reads no gradient: it gathers
-    parameters before backward."""
+    """Returns whether the hook is one of fully_shard, or of FullyShardedDataParallel, on a model's result. Such a hook reads
+    no gradient: it gathers parameters before backward."""
     owner, function = getattr(hook, "__self__", None), getattr(hook, "func", hook)
     module = getattr(function if owner is None else type(owner), "__module__", None) or ""
     return module.startswith("torch.distributed.fsdp.")
 
 
 def _groups(state: object) -> list:
-    """The groups of parameters of a module that fully_shard was called on. torch 2.11 has one, or None."""
+    """Returns the groups of parameters of a module that fully_shard was called on. torch 2.11 has one, or None."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [one for one in groups if one is not None]
+    return [group for group in groups if group is not None]
 
 
 def shards_of(hook: object) -> list[torch.Tensor]:
-    """Returns this rank's shards, which an optimizer changes, of the parameters that a hook of fully_shard gathers."""
+    """Returns this rank's shards of the parameters that a hook of fully_shard gathers; an optimizer changes them."""
     groups = _groups(getattr(hook, "__self__", None))
     return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
 
@@ -61,39 +61,40 @@ def unshard(hooks: list) -> None:
 
 
 def stays_gathered(module: nn.Module) -> bool:
-    """Returns whether fully_shard was called on it with reshard_after_forward=False, and it has no other hooks."""
+    """Returns whether fully_shard was called on the module with reshard_after_forward=False, and the module has no other
+    hooks."""
     if not is_sharded(module):
         return False
     state = module._get_fsdp_state()
-    hooks = [one for kind in (module._forward_pre_hooks, module._forward_hooks) for one in kind.values()]
+    hooks = [hook for kind in (module._forward_pre_hooks, module._forward_hooks) for hook in kind.values()]
     own = all(getattr(hook, "__self__", None) is state for hook in hooks)
     backward = module._backward_hooks or module._backward_pre_hooks
     return own and not backward and not any(group._reshard_after_forward for group in _groups(state))
 
 
 def class_of(module: nn.Module) -> type:
-    """Its class; of a sharded module the one that it had before."""
+    """Returns the module's class; for a sharded module, the class that it had before."""
     return type(module).__bases__[-1] if is_sharded(module) else type(module)
 
 
 def set_class(module: nn.Module, kind: type) -> None:
-    """Gives it the class; a sharded module stays sharded."""
+    """Sets the module's class; a sharded module stays sharded."""
     module.__class__ = _sharded(type(module), kind) if is_sharded(module) else kind
 
 
 @functools.cache
 def _sharded(before: type, kind: type) -> type:
-    """The class that fully_shard makes of `kind`, as it has made `before` of another."""
+    """Returns the class that fully_shard makes of `kind`, as it made `before` of another class."""
     *added, plain = before.__bases__
     name = before.__name__.removesuffix(plain.__name__) + kind.__name__
     return type(name, (*added, kind), {"__deepcopy__": before.__deepcopy__})
 
 
 class Shards:
-    """The parts of a model on several ranks, all of which convert it in lockstep.
+    """Gathers the parts of a model on several ranks, which convert it in lockstep.
 
-    Every collective is run by all ranks whatever each has found: gathers follow the order of the modules that are visited, and
-    this follows decisions on which all agree.
+    All ranks run every collective, whatever each has found: gathers follow the order of the visited modules, which follows
+    decisions on which all ranks agree.
     """
 
     def __init__(self, model: nn.Module):
@@ -101,13 +102,13 @@ class Shards:
         for module in self.modules:  # as it is between two steps
             module.reshard()
         meshes = {p.device_mesh: None for p in model.parameters() if hasattr(p, "device_mesh")} if self.modules else {}
-        groups = {id(one): one for mesh in meshes for one in mesh.get_all_groups()}
-        # the last has the last word: that of the whole model spans those of its parts
+        groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
+        # the largest group decides last: the whole model's spans those of its parts
         self.groups = sorted(groups.values(), key=lambda group: group.size())
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
-        """Gathers what fully_shard spread over the ranks with this module, not what it spread with modules inside."""
+        """Gathers what fully_shard distributed over the ranks with this module, not what it distributed with modules inside."""
         if not is_sharded(module):
             yield
             return
@@ -117,11 +118,11 @@ class Shards:
         finally:
             module.reshard()
 
-    def agree(self, found: Hashable) -> bool:
-        """Have all ranks found the same? Examples, and with them checks, may differ."""
+    def agree(self, outcome: Hashable) -> bool:
+        """Returns whether all ranks have the same outcome. Examples, and so checks, may differ."""
         same = True
         for group in self.groups:
-            all_found = [None] * group.size()
-            torch.distributed.all_gather_object(all_found, (found, same), group)
-            same = set(all_found) == {(found, True)}
+            outcomes = [None] * group.size()
+            torch.distributed.all_gather_object(outcomes, (outcome, same), group)
+            same = set(outcomes) == {(outcome, True)}
         return same

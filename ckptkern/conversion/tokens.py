@@ -1,11 +1,10 @@
-"""Follows which tokens lazy logits are of: through views, copies and masks that leave each token's logits whole; and
-computes without their values what trainers read of them: log_softmax followed by gather, sum or mean over the classes,
-logsumexp, gather, argmax, and the entropy, -(p * log_p).sum(-1), or the mean logit (p * z).sum(-1), of p = softmax(z) or
-exp(log_softmax(z)); each also times a number. Each is a linear_cross_entropy of the head's input, of which one statistic is
-returned.
+"""Follows the tokens of lazy logits through views, copies and masks that leave each token's logits whole. Computes what
+trainers read of them without values: log_softmax followed by gather, sum or mean over the classes, logsumexp, gather, argmax,
+the entropy -(p * log_p).sum(-1), and the mean logit (p * z).sum(-1), of p = softmax(z) or exp(log_softmax(z)), each also times
+a number. Each is one statistic of a linear_cross_entropy of the head's input.
 
-Reads that want no gradient, of what detach() returned and copies, get values. A copy is values of the moment in which it is
-asked for, and can be read after the optimizer's step. The model's loss does not see these values: it stays
+Reads without a gradient, of detached logits and of copies, get values. A copy has the values of the moment when it is
+requested, and can be read after the optimizer's step. The model's loss does not depend on these values: it stays
 linear_cross_entropy of the head's input.
 """
 
@@ -26,7 +25,7 @@ from ..memory import placeholders
 from ..subclasses import PLAIN
 from .trace import ADD, DIVIDE, MULTIPLY, is_in_place, leaves_of
 
-# Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
+# Functions that leave each token's logits whole: views of some tokens, and possible copies of all in their order.
 VIEWS = frozenset(
     (
         "__getitem__",
@@ -53,8 +52,8 @@ SCALES = frozenset(name for name in (*MULTIPLY, *DIVIDE, *NEGATE) if not is_in_p
 
 
 class Tokens(NamedTuple):
-    """Of which tokens logits are. `placeholder`, on the meta device, is a view of what stands for the logits [..., classes] of
-    rows [..., d], as the logits are of those of all rows."""
+    """Describes the tokens of logits. `placeholder`, on the meta device, is a view of a tensor [..., classes] of all rows
+    [..., d], as the logits are a view of the logits of all rows."""
 
     rows: Tensor
     classes: int
@@ -62,20 +61,23 @@ class Tokens(NamedTuple):
 
     @property
     def class_dim(self) -> int | None:
-        """The dimension of the classes; None unless it has all classes of a token."""
-        one, V = self.placeholder, self.classes
-        found = [i for i in range(one.dim()) if one.stride(i) == 1 and one.shape[i] == V]
-        starts = [one.storage_offset(), *(s for i, s in enumerate(one.stride()) if i not in found and one.shape[i] > 1)]
-        return found[0] if V > 1 and len(found) == 1 and all(start % V == 0 for start in starts) else None
+        """Returns the dimension of the classes; None unless it has all classes of a token."""
+        placeholder, V = self.placeholder, self.classes
+        dims = [i for i in range(placeholder.dim()) if placeholder.stride(i) == 1 and placeholder.shape[i] == V]
+        starts = [
+            placeholder.storage_offset(),
+            *(s for i, s in enumerate(placeholder.stride()) if i not in dims and placeholder.shape[i] > 1),
+        ]
+        return dims[0] if V > 1 and len(dims) == 1 and all(start % V == 0 for start in starts) else None
 
     @placeholders()
     def shown(self) -> Tensor:
-        """The rows of these tokens [..., d], in their order; the leading shape may be another."""
-        one, (*lead, d) = self.placeholder, self.rows.shape
-        others = [i for i in range(one.dim()) if i != self.class_dim]
-        sizes, strides = [one.shape[i] for i in others], [one.stride(i) // self.classes for i in others]
-        first = one.storage_offset() // self.classes
-        tokens = one.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
+        """Returns the rows of these tokens [..., d], in their order; the leading shape may be another."""
+        placeholder, (*lead, d) = self.placeholder, self.rows.shape
+        others = [i for i in range(placeholder.dim()) if i != self.class_dim]
+        sizes, strides = [placeholder.shape[i] for i in others], [placeholder.stride(i) // self.classes for i in others]
+        first = placeholder.storage_offset() // self.classes
+        tokens = placeholder.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
         if tokens.is_contiguous() and tokens.numel() == math.prod(lead):
             return self.rows
         rows = self.rows.reshape(-1, d)
@@ -84,22 +86,22 @@ class Tokens(NamedTuple):
 
     @placeholders()
     def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
-        """Those of a copy, whose elements have the same order."""
-        one = self.placeholder
-        if one.shape[-1:] == shape[-1:] == (self.classes,) and one.stride(-1) == 1:
-            return self._replace(rows=self.shown(), placeholder=one.new_empty(shape, dtype=dtype))
-        if one.shape != shape:
+        """Returns the tokens of a copy, whose elements have the same order; None for another shape."""
+        placeholder = self.placeholder
+        if placeholder.shape[-1:] == shape[-1:] == (self.classes,) and placeholder.stride(-1) == 1:
+            return self._replace(rows=self.shown(), placeholder=placeholder.new_empty(shape, dtype=dtype))
+        if placeholder.shape != shape:
             return None
-        whole = one.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
-        return self._replace(placeholder=whole.as_strided(shape, one.stride(), one.storage_offset()))
+        whole = placeholder.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
+        return self._replace(placeholder=whole.as_strided(shape, placeholder.stride(), placeholder.storage_offset()))
 
     @placeholders()
     def after(self, step: Any) -> Tokens | None:
-        """Those of step's result; None if it is not followed."""
+        """Returns the tokens of the step's result; None if it is not followed."""
         before = self.placeholder
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
             return self.masked(step.args[1])
-        if any(hasattr(one, "__array__") for one in step.others):
+        if any(hasattr(argument, "__array__") for argument in step.others):
             return None
         try:
             if step.name == "to":
@@ -116,24 +118,24 @@ class Tokens(NamedTuple):
         ):
             return None
         shown = self._replace(placeholder=seen)
-        found = shown if share(seen, before) else self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
-        return found if found is not None and found.class_dim is not None else None
+        tokens = shown if share(seen, before) else self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
+        return tokens if tokens is not None and tokens.class_dim is not None else None
 
     def are(self, others: Tokens) -> bool:
-        """Are they the same tokens in the same order, with the classes last?"""
-        one, other = self.placeholder, others.placeholder
-        if one.shape != other.shape or not self.class_dim == others.class_dim == one.dim() - 1:
+        """Returns whether both are the same tokens in the same order, with the classes last."""
+        placeholder, other = self.placeholder, others.placeholder
+        if placeholder.shape != other.shape or not self.class_dim == others.class_dim == placeholder.dim() - 1:
             return False
         pairs = [(self.shown(), others.shown())]
-        if one.stride() == other.stride() and one.storage_offset() == other.storage_offset():
+        if placeholder.stride() == other.stride() and placeholder.storage_offset() == other.storage_offset():
             pairs.append((self.rows, others.rows))
         # the same elements of one memory
         return any((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
 
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
-        """Those that a mask of the leading dimensions leaves; None for another index."""
-        one, lead = self.placeholder, self.placeholder.shape[:-1]
+        """Returns the tokens that a mask of the leading dimensions selects; None for another index."""
+        placeholder, lead = self.placeholder, self.placeholder.shape[:-1]
         if (
             mask.dtype != torch.bool
             or type(mask) not in PLAIN
@@ -144,24 +146,24 @@ class Tokens(NamedTuple):
         ):
             return None
         rows = self.shown().reshape(*lead, self.rows.shape[-1])[mask]
-        return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
+        return self._replace(rows=rows, placeholder=placeholder.new_empty((*rows.shape[:-1], self.classes)))
 
 
-def share(one: Any, other: Tensor) -> bool:
-    """Is `one` a tensor in other's memory?"""
-    strided = isinstance(one, Tensor) and one.layout is torch.strided
-    return strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def share(value: Any, other: Tensor) -> bool:
+    """Returns whether `value` is a tensor in other's memory."""
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return strided and value.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 CALLERS = 5  # frames from asks_for_copy to whoever called clone
 
 
 def asks_for_copy(step: Any, logits: Any) -> bool:
-    """Returns whether the step asks for a copy of logits.
+    """Returns whether the step requests a copy of logits.
 
-    clone() and to(copy=True) ask for one where no gradient is wanted: of what detach() or torch.no_grad() returned, and under
-    torch.no_grad(); and so does detach() of a clone. After detach() a cast or a move asks for one too, also to the dtype or the
-    device that the logits have. contiguous(), reshape() and flatten() ask for a layout: trainers take statistics of the result.
+    clone() and to(copy=True) request a copy where no gradient is wanted: of detached logits, and under torch.no_grad(). So does
+    detach() of a clone. After detach() a cast or a move requests a copy, too, also to the dtype or device that the logits have.
+    contiguous(), reshape() and flatten() request a layout: trainers take statistics of the result.
     """
     if logits.matmul.log is not None:
         return False
@@ -175,32 +177,32 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
 
 
 def callers(count: int) -> Iterator[FrameType]:
-    """The last frames before the one of the function that reads them."""
+    """Yields the last frames before that of the function that iterates over them, `count` at most."""
     frame = sys._getframe(2).f_back
     while frame is not None and (count := count - 1) >= 0:
         yield frame
         frame = frame.f_back
 
 
-def read_apart(step: Any, given: list[Any]) -> Any:
-    """Returns the step's result by values without a graph, of logits that detach() returned or that the step copies.
+def read_apart(step: Any, operands: list[Any]) -> Any:
+    """Returns the step's result by values without a graph, for detached logits or a copy of logits.
 
-    NotImplemented for other logits, and for a result in the memory of the values, unless it is a copy: someone may change it.
+    Returns NotImplemented for other logits, and for a result in the memory of the values, which other code may change.
     """
-    copied = len(given) == 1 and asks_for_copy(step, given[0])
-    if not (copied or all(logits.is_cut for logits in given)):
+    copied = len(operands) == 1 and asks_for_copy(step, operands[0])
+    if not (copied or all(logits.is_cut for logits in operands)):
         return NotImplemented
     with torch.no_grad():
-        values = {id(logits): logits.apart() for logits in given}
-    if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
+        values = {id(logits): logits.apart() for logits in operands}
+    if step.name == "__deepcopy__":  # its memo is by id, and values computed for it may be freed before
         return values[id(step.args[0])].clone()
-    result = step.of(lambda one: values[id(one)])
-    if not any(share(one, of) for one in leaves_of(result) for of in values.values()):
+    result = step.of(lambda logits: values[id(logits)])
+    if not any(share(leaf, of) for leaf in leaves_of(result) for of in values.values()):
         return result
     return result.clone() if copied else NotImplemented
 
 
-# What a tensor of the logits' shape is of them, which function leads from one to another, and what two multiply to.
+# Forms of tensors of the logits' shape, the functions that lead from one form to another, and the forms of two multiplied.
 LOGITS, LOG_PROBS, PROBS, P_LOG_P, P_LOGITS = "z", "log p", "p", "p log p", "p z"
 AFTER = {("log_softmax", LOGITS): LOG_PROBS, ("softmax", LOGITS): PROBS, ("exp", LOG_PROBS): PROBS}
 MULTIPLIED = {frozenset((PROBS, LOG_PROBS)): P_LOG_P, frozenset((PROBS, LOGITS)): P_LOGITS}
@@ -216,7 +218,7 @@ NAMES = {
 
 
 class LMHead(NamedTuple):
-    """A linear layer's parameters, and the mode and the workspace of its loss."""
+    """Holds a linear layer's parameters, and the mode and workspace of its loss."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -225,8 +227,8 @@ class LMHead(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """Which function of a head's z = x weight^T + bias logits are: a form, times a factor, of scale (z + added), or of cap
-    times the tanh of that."""
+    """Describes logits as a function of a head's z = x weight^T + bias: a form, times a factor, of scale (z + added), or of
+    cap times the tanh of that."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -240,8 +242,8 @@ class Formula(NamedTuple):
         return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
 
     def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of these logits of rows, and targets of the same tokens in any shape; None for a cap that it
-        does not take."""
+        """Returns ops.linear_cross_entropy of these logits of rows, and targets of the same tokens in any shape; None for a
+        cap that it does not support."""
         cap, bias, added = self.cap, head.bias, self.added
         if cap is not None and cap <= 0:
             return None
@@ -259,47 +261,47 @@ class Formula(NamedTuple):
         )
 
 
-# What linear_cross_entropy returns for a function of each, and how it is computed of that; () is its loss alone.
+# By (function, form): the outputs of linear_cross_entropy that are needed, () for its loss alone, and the result from them.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
-    ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
-    ("gather", LOG_PROBS): (("log_probs",), lambda found: found.log_probs),
-    ("logsumexp", LOGITS): (("lse",), lambda found: found.lse),
-    ("sum", P_LOG_P): (("entropy",), lambda found: -found.entropy),
-    ("sum", P_LOGITS): (("lse", "entropy"), lambda found: found.lse - found.entropy),
-    **{("argmax", form): (("accuracy",), lambda found: found.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
+    ("gather", LOGITS): (("log_probs", "lse"), lambda result: result.log_probs + result.lse),
+    ("gather", LOG_PROBS): (("log_probs",), lambda result: result.log_probs),
+    ("logsumexp", LOGITS): (("lse",), lambda result: result.lse),
+    ("sum", P_LOG_P): (("entropy",), lambda result: -result.entropy),
+    ("sum", P_LOGITS): (("lse", "entropy"), lambda result: result.lse - result.entropy),
+    **{("argmax", form): (("accuracy",), lambda result: result.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
     **{(name, LOG_PROBS): ((), lambda loss: loss) for name in ("mean", "sum")},
 }
-NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are errors, as gather's are
+NEVER = -(2**62)  # an ignore_index that never occurs: indices out of bounds raise, as in gather
 
 
 def arguments_of(step: Any) -> dict[str, Any]:
-    """Those of a function in `NAMES`, by name."""
+    """Returns the arguments of a function in `NAMES`, by name."""
     named = {"input" if name == "self" else name: value for name, value in step.kwargs.items()}
     return dict(zip(NAMES[step.name], step.args, strict=False)) | named
 
 
-def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
-    """The arguments by name of a function over the classes; None for another call."""
-    found = arguments_of(step)
-    dim, n = found.get("dim"), logits.dim()
+def class_arguments(step: Any, logits: Tensor) -> dict[str, Any] | None:
+    """Returns the arguments, by name, of a function over the classes; None for another call."""
+    arguments = arguments_of(step)
+    dim, n = arguments.get("dim"), logits.dim()
     if type(dim) in (tuple, list) and len(dim) == 1:
         (dim,) = dim
     over_classes = isinstance(dim, int) and -n <= dim < n and dim % n == logits.class_dim
-    known = all(name in NAMES[step.name] for name in found)  # not `out`
-    return found if over_classes and known and found.get("input") is logits else None
+    known = all(name in NAMES[step.name] for name in arguments)  # not `out`
+    return arguments if over_classes and known and arguments.get("input") is logits else None
 
 
 def lead_of(logits: Any) -> tuple[int, ...]:
-    """The shape of what has one number for each token."""
+    """Returns the shape of a tensor with one number for each token."""
     return tuple(size for i, size in enumerate(logits.shape) if i != logits.class_dim)
 
 
 def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
-    """The formula of the step's result, a function of each element or over the classes, and its dtype, under autocast too; None
-    if it is none of these."""
+    """Returns (the formula of the step's result, its dtype, under autocast too) for a function of each element or over the
+    classes; None for other functions."""
     name, args, formula, n = step.name, step.args, logits.formula, logits.dim()
     if name in SCALES:
-        others = [one for one in args if one is not logits]
+        others = [arg for arg in args if arg is not logits]
         if step.kwargs or len(others) != (name not in NEGATE):
             return None
         (number,) = others or (-1.0,)
@@ -336,7 +338,7 @@ def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
     if name == "exp":
         if len(args) != 1 or step.kwargs or formula.factor != 1:
             return None
-    elif (arguments := given(step, logits)) is None:
+    elif (arguments := class_arguments(step, logits)) is None:
         return None
     else:
         options = {"dim": -1} | ({"dtype": arguments["dtype"]} if arguments.get("dtype") is not None else {})
@@ -347,31 +349,31 @@ def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
     return function(torch.zeros(1, dtype=logits.dtype, device=logits.device), **options).dtype
 
 
-def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
-    """p log p, or p z, of the same logits; None for another function of two."""
-    ours, theirs = one.formula, other.formula
+def product(step: Any, first: Tensor, second: Tensor) -> Tensor | None:
+    """Returns p log p or p z, of the same logits; None for another function of two."""
+    ours, theirs = first.formula, second.formula
     form = MULTIPLIED.get(frozenset((ours.form, theirs.form)))
     if form is None or step.name not in MULTIPLY or len(step.args) != 2 or step.kwargs or step.is_in_place:
         return None
-    tokens = one.tokens.copied(one.shape, torch.promote_types(one.dtype, other.dtype))
+    tokens = first.tokens.copied(first.shape, torch.promote_types(first.dtype, second.dtype))
     if not (
-        one.matmul is other.matmul
-        and one.detached == other.detached
+        first.matmul is second.matmul
+        and first.detached == second.detached
         and ours.added is theirs.added
         and ours[:2] == theirs[:2]
         and tokens is not None
-        and one.tokens.are(other.tokens)
+        and first.tokens.are(second.tokens)
     ):
         return None
-    return one.next(step, tokens, ours._replace(form=form, factor=ours.factor * theirs.factor))
+    return first.next(step, tokens, ours._replace(form=form, factor=ours.factor * theirs.factor))
 
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
-    """The function's result without logits; None if it is none of these, or not over all classes of a token."""
+    """Returns the function's result without logits; None for other functions, or unless over all classes of a token."""
     name, (form, factor) = step.name, logits.formula[-2:]
     if (
         (name, form) not in STATISTICS
-        or (arguments := given(step, logits)) is None
+        or (arguments := class_arguments(step, logits)) is None
         or (name == "argmax" and factor != 1)
     ):
         return None
@@ -391,20 +393,20 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
     # computes both in one pass over the head's matmul, for a sum of the same tensor that follows, as in label smoothing
     both = name == "gather" and form == LOG_PROBS and isinstance(logits, Tensor)  # not under torch.compile
     both = both and torch.is_grad_enabled() and not logits.detached
-    found = None if returned or not torch.is_grad_enabled() else logits.smoothed
-    if found is None:
-        found = logits.cross_entropy(
+    outputs = None if returned or not torch.is_grad_enabled() else logits.smoothed
+    if outputs is None:
+        outputs = logits.cross_entropy(
             index.squeeze(dim) if name == "gather" else torch.zeros(lead, dtype=torch.int64, device=logits.device),
             reduction="none",
             ignore_index=NEVER,
             label_smoothing=0.0 if returned and not both else 1.0,
-            **{f"return_{one}": True for one in returned},
+            **{f"return_{output}": True for output in returned},
         )
-    if found is None:
+    if outputs is None:
         return None
     if both:
-        logits.smoothed = found.loss
-    result = of(found)
+        logits.smoothed = outputs.loss
+    result = of(outputs)
     if name != "argmax":  # a new tensor, which may be changed in place
         factor *= 1 if returned else {"sum": -logits.tokens.classes, "mean": -1}[name]
         dtype = dtype or (logits.dtype if name == "gather" else dtype_of(step.function, logits, dim=-1))
@@ -414,13 +416,13 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
 
 
 def is_loss(function: Callable) -> bool:
-    """Does it take logits and targets? Dynamo cannot look for a function in a set."""
+    """Returns whether the function takes logits and targets. Dynamo cannot look for a function in a set."""
     return function is F.cross_entropy or function is F.nll_loss
 
 
 def loss(step: Any, logits: Any) -> Tensor | None:
-    """F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does not
-    compute."""
+    """Returns F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does
+    not compute."""
     arguments = arguments_of(step)
     target, weight = arguments["target"], arguments.get("weight")
     names = ("weight", "ignore_index", "reduction", "label_smoothing")

@@ -1,7 +1,7 @@
 """Traces the dataflow of one call of a module, as a small graph of leaf modules and torch functions.
 
 A module is checked with autocast off, whatever the model's call switches on. A forward that switches autocast off around a
-matmul, as models do for scores or routers in float32, is no fused op under autocast, which would round there.
+matmul, as models do for scores or routers in float32, is not fused under autocast, where the op would round.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ HALF = (torch.float16, torch.bfloat16)
 
 def device_types(module: nn.Module) -> list[str]:
     """Returns the device types of the module's tensors that have an autocast."""
-    found = {t.device.type for t in (*module.parameters(), *module.buffers())}
-    return sorted(kind for kind in found if kind != "meta" and is_autocast_available(kind))
+    types = {t.device.type for t in (*module.parameters(), *module.buffers())}
+    return sorted(kind for kind in types if kind != "meta" and is_autocast_available(kind))
 
 
 @contextlib.contextmanager
 def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, autocast is off for the devices of the module; with a dtype it is on, but for a module with 16-bit parameters.
+    """Switches autocast off for the module's devices; with a dtype, switches it on, except for a module with 16-bit parameters.
 
-    One that casts to float32 changes no number of a float32 forward, which shows then where it switches autocast off.
+    Autocast to float32 changes no number of a float32 forward, and shows where the forward switches autocast off.
     """
     is_on = dtype is not None and not any(p.dtype in HALF for p in module.parameters())
     with contextlib.ExitStack() as stack:
         if is_on:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
+            warnings.filterwarnings("ignore", ".*autocast")  # a forward may ask for autocast's dtype
         for kind in device_types(module):
             on = {"dtype": torch.bfloat16, "cache_enabled": False} if is_on else {"enabled": False}
             stack.enter_context(torch.autocast(kind, **on))
@@ -52,7 +52,7 @@ def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[No
 
 
 class Watched(TorchFunctionMode):
-    """Notes of a forward inside of `switched`, on, what it keeps out of autocast.
+    """Notes what a forward keeps out of autocast, which is `switched` on around it.
 
     apart: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
     """
@@ -63,13 +63,13 @@ class Watched(TorchFunctionMode):
         self.apart: list[str] = []
 
     def is_apart(self, result: object) -> bool:
-        """Returns whether autocast is off now, or to another dtype, on the result's device."""
+        """Returns whether autocast is off, or has another dtype, on the result's device."""
         if not isinstance(result, Tensor) or (kind := result.device.type) not in self.kinds:
             return False
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
 
     def note(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Notes the function if it runs apart from autocast, which would round its result."""
+        """Notes the function if it runs outside of autocast, which would round its result."""
         if self.is_apart(result):
             # it may return something else, or take no other dtype
             with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
@@ -83,11 +83,12 @@ class Watched(TorchFunctionMode):
 
 
 def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a module's inputs would be without autocast: as they are, or in float32 if autocast rounded them."""
+    """Returns a function that maps a module's inputs to inputs without autocast: unchanged, or in float32 if autocast
+    rounded them."""
     is_on = any(map(torch.is_autocast_enabled, device_types(module)))
     if not is_on or any(p.dtype in HALF for p in module.parameters()):
         return Tensor.detach
-    return lambda one: one.detach().float() if one.dtype in HALF else one.detach()
+    return lambda tensor: tensor.detach().float() if tensor.dtype in HALF else tensor.detach()
 
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
@@ -127,20 +128,20 @@ SAME = {name: names[0] for names in (ADD, MULTIPLY, DIVIDE, ("cat", "concat", "c
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the call, by what made it.
+    """Describes a tensor of the call by its origin.
 
     kind        source
     "argument"  its index among the flattened arguments
     "parameter" its path; also a buffer's
-    "constant"  None: a tensor that was made outside of torch functions, or before the call
+    "constant"  None: a tensor from outside of torch functions, or from before the call
     "module"    the path of the leaf module that returned it
     "function"  the name of the torch function that returned it
 
-    args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
-    output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
-    modules that are no leaves and returned it too, the inner ones first. written: of a tensor that was changed through a view
-    of it, its node before, and the view's after. apart: did the module switch autocast off around it? trained: has it a
-    gradient? Rotary tables, which are computed of positions, have none.
+    args, kwargs: those of the call that returned it, with a Node for every tensor. inputs: these Nodes in order.
+    output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls:
+    of modules that are not leaves and returned it too, the inner ones first. written: for a tensor that was changed through a
+    view, its node before, and the view's node after. apart: the module switched autocast off around it. trained: it has a
+    gradient, unlike rotary tables, which are computed from positions.
     """
 
     kind: str
@@ -158,35 +159,36 @@ class Node:
 
     @property
     def leaves(self) -> list[Any]:
-        """The call's arguments, out of their containers."""
+        """Returns the call's arguments, out of their containers."""
         return leaves_of((self.args, self.kwargs))
 
     @property
     def inputs(self) -> list[Node]:
-        return [one for one in self.leaves if isinstance(one, Node)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
     @property
     def pairs(self) -> list[list[Node]]:
-        """Two inputs in both orders; none for another number of inputs."""
+        """Returns the two inputs in both orders; [] for another number of inputs."""
         return [self.inputs, self.inputs[::-1]] if len(self.inputs) == 2 else []
 
     @property
     def numbers(self) -> list[int | float]:
-        return [one for one in self.args if isinstance(one, (int, float))]
+        return [argument for argument in self.args if isinstance(argument, (int, float))]
 
     def is_function(self, *names: str, of: int | None = None) -> bool:
-        """Did one of these functions return it, in place or not, or an operator that does the same? of: of so many tensors."""
+        """Returns whether one of these functions returned the node, in place or not, or an operator that does the same. of:
+        the number of tensors that it takes."""
         if self.kind != "function" or of not in (None, len(self.inputs)):
             return False
         return self.source in names or SAME.get(self.source, self.source.strip("_")) in names
 
     def called_with(self, *names: str) -> dict[str, Any]:
-        """The call's arguments by name; `names` are those of its positions."""
+        """Returns the call's arguments by name; `names` are those of its positions."""
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Is the module read as one node?"""
+    """Returns whether the module is read as one node."""
     return not module._modules or type(module).forward in ATTENTION_FORWARDS
 
 
@@ -195,11 +197,11 @@ def is_floating(value: Any) -> bool:
 
 
 def leaves_of(values: Any) -> list[Any]:
-    """The values in nested tuples, lists and dicts, in their order."""
+    """Returns the values in nested tuples, lists and dicts, in their order."""
     if type(values) in (tuple, list):
-        return [leaf for one in values for leaf in leaves_of(one)]
+        return [leaf for value in values for leaf in leaves_of(value)]
     if type(values) is dict:
-        return [leaf for one in values.values() for leaf in leaves_of(one)]
+        return [leaf for value in values.values() for leaf in leaves_of(value)]
     return [values]
 
 
@@ -208,21 +210,21 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
-    """The same nesting with other leaves."""
+    """Returns the same nesting with other leaves."""
     if type(values) in (tuple, list):
-        return type(values)([recomputed(one, leaves) for one in values])
+        return type(values)([recomputed(value, leaves) for value in values])
     if type(values) is dict:
-        return {name: recomputed(one, leaves) for name, one in values.items()}
+        return {name: recomputed(value, leaves) for name, value in values.items()}
     return next(leaves)
 
 
 def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
-    """The same nesting with function(tensor) in place of each tensor."""
-    return recomputed(values, (function(one) if isinstance(one, Tensor) else one for one in leaves_of(values)))
+    """Returns the same nesting with function(tensor) in place of each tensor."""
+    return recomputed(values, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(values)))
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Those that its forward may branch on, or change."""
+    """Returns the plain values among the module's attributes, on which its forward may branch."""
     return {name: value for name, value in module.__dict__.items() if type(value) in PLAIN_VALUES}
 
 
@@ -231,7 +233,8 @@ def settings(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def is_in_place(name: str) -> bool:
-    """Does torch's function of this name change its first argument? __iadd__ and __setitem__ do, requires_grad_ does not."""
+    """Returns whether torch's function of this name changes its first argument. __iadd__ and __setitem__ do, requires_grad_
+    does not."""
     if name.endswith("__"):
         not_in_place = ("__index__", "__int__", "__invert__", "__iter__")
         return name == "__setitem__" or (name.startswith("__i") and name not in not_in_place)
@@ -239,8 +242,8 @@ def is_in_place(name: str) -> bool:
 
 
 class Trace(Watched):
-    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
-    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
+    """Records one call of a module: its result, the node of every tensor, the log of calls, each call's arguments that are
+    not tensors, and the functions with a gradient that the module keeps out of autocast."""
 
     def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
         super().__init__(module, autocast)
@@ -248,11 +251,11 @@ class Trace(Watched):
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.inner = {m for m in module.modules() if m is not module}
         self.leaves = {m for m in self.inner if is_leaf(m) or parts_of(m) is not None}
-        self.alive: list[object] = []  # so that no id is given twice
+        self.alive: list[object] = []  # so that no id is reused
         self.inside: list[nn.Module] = []  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
-        self.calls: list[list[Any]] = []  # of each call the leaves of its arguments that are no tensors
+        self.calls: list[list[Any]] = []  # for each call, the leaves of its arguments that are not tensors
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
             self.nodes[id(tensor)] = Node("parameter", path, tensor.shape, trained=isinstance(tensor, nn.Parameter))
@@ -268,15 +271,15 @@ class Trace(Watched):
         return self.nodes[id(tensor)]
 
     def counted(self, call: Call) -> tuple[int, Call]:
-        """(the place of a call among all, the call with Nodes)."""
-        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of(call)])
+        """Returns (the place of the call among all, the call with Nodes)."""
+        self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
         return len(self.calls) - 1, mapped(self.node, call)
 
     def record(self, kind: str, source: str, call: Call, results: object, function: Callable | None = None) -> None:
         at, call = self.counted(call)
         leaves = leaves_of(call)
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
-        trained = any(isinstance(one, Node) and one.trained for one in leaves) or (
+        trained = any(isinstance(leaf, Node) and leaf.trained for leaf in leaves) or (
             kind == "module" and bool(list(self.module.get_submodule(source).parameters()))
         )
         for i, result in enumerate(tree_leaves(results)):
@@ -288,14 +291,14 @@ class Trace(Watched):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        # of MoE blocks values on the host choose rows, and are no dataflow of this module
+        # inside MoE blocks, values on the host choose rows, and are not this module's dataflow
         if name in HOST_READS and all(map(is_leaf, self.inside)):
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
         if self.inside:
             trained = bool(list(self.inside[-1].parameters()))
         else:
-            trained = any(self.node(one).trained for one in tensors_in((args, kwargs)))
+            trained = any(self.node(tensor).trained for tensor in tensors_in((args, kwargs)))
         if trained:
             self.note(function, args, kwargs, result)
         if not self.inside:
@@ -307,55 +310,58 @@ class Trace(Watched):
         return result
 
     def forget_views(self, changed: Tensor, name: str) -> list[tuple[Node, Node]]:
-        """Other tensors of the memory that was changed are not what made them any more; returns their nodes before and now."""
-        found, strided = [], changed.layout == torch.strided
+        """Gives new nodes to other tensors in the changed memory. Returns (the node before, the node now) of each."""
+        pairs, strided = [], changed.layout == torch.strided
         memory = changed.untyped_storage().data_ptr() if strided else 0
         for other in self.alive if memory else ():
             if not isinstance(other, Tensor) or other is changed or other.layout != torch.strided:
                 continue
             if other.untyped_storage().data_ptr() == memory:
                 now = Node("function", f"{name} of a view", other.shape, trained=True)
-                found.append((self.node(other), now))
+                pairs.append((self.node(other), now))
                 self.nodes[id(other)] = now
-        return found
+        return pairs
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        """Notes what a module returned: a leaf's is a node, but for an identity; others' nodes were made inside."""
+        """Notes what a module returned: a leaf's result becomes a node, unless the leaf is an identity; other modules' nodes
+        exist."""
         of_leaf = module in self.leaves
         if of_leaf:
             self.inside.pop()
         if self.inside:
             return
-        path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
+        path, arguments = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
         if of_leaf:
-            if id(result) not in given:
+            if id(result) not in arguments:
                 self.record("module", path, (args, kwargs), result)
             return
         at, call = self.counted((args, kwargs))
-        for i, one in enumerate(tree_leaves(result)):
-            if isinstance(one, Tensor) and id(one) not in given:
-                outer = Node("module", path, one.shape, *call, i, at, apart=self.is_apart(one))
-                self.node(one).calls.append(outer)
+        for i, output in enumerate(tree_leaves(result)):
+            if isinstance(output, Tensor) and id(output) not in arguments:
+                outer = Node("module", path, output.shape, *call, i, at, apart=self.is_apart(output))
+                self.node(output).calls.append(outer)
 
 
 def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
-    """Calls module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
-    autocast: its dtype meanwhile, of a float32 module.
+    """Traces module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
+    autocast: its dtype meanwhile, for a float32 module.
 
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
-    tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
-    given = [(one, one._version) for one in flat if isinstance(one, Tensor) and not one.is_inference()]
+    tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()
+    versions = [
+        (tensor, tensor._version) for tensor in flat if isinstance(tensor, Tensor) and not tensor.is_inference()
+    ]
     hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
         with switched(module, autocast), tracer, torch.no_grad(), collecting_nothing():
-            tracer.result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
+            tracer.result = type(module).forward(module, *args, **kwargs)  # not a forward that convert has set
     finally:
         for hook in hooks:
             hook.remove()
-    if any(one._version != version for one, version in given):
+    if any(tensor._version != version for tensor, version in versions):
         raise Unreadable("forward changes its arguments in place")
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")

@@ -1,9 +1,9 @@
-"""Defines the LM head's lazy logits under torch.compile, which Dynamo traces as an object of Python and not as a tensor.
+"""Defines the LM head's lazy logits under torch.compile, which Dynamo traces as a Python object and not as a tensor.
 
 `TracedLogits` follows what models do between the LM head and F.cross_entropy, as `logits.Logits` does without a compiler, and
-log_softmax, gather, logsumexp and argmax, by the same rules (`tokens.formula_after`, `loss`, `statistic`); an entropy is of
-values. The graph holds the head's input in their place, and linear_cross_entropy in place of the loss. Logits that a compiled
-model returns are such an object too: outside of the graph it is read as the `Logits` of the same matmul.
+log_softmax, gather, logsumexp and argmax, by the same rules (`tokens.formula_after`, `loss`, `statistic`); an entropy needs
+values. The graph has the head's input in place of the logits, and linear_cross_entropy in place of the loss. A compiled model
+may return such an object: outside of the graph it is read as the `Logits` of the same matmul.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .tokens import SCALES, Formula, formula_after, is_loss, loss, statistic
 from .trace import is_in_place
 
 IN_PLACE = (
-    "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
-    "exclude= for this layer"
+    "ckptkern.convert: a compiled model changes its logits in place, which needs their values. Convert with exclude= for "
+    "this layer"
 )
 _library = torch.library.Library("ckptkern", "FRAGMENT")
 _library.define("version_of(Tensor x) -> Tensor")
@@ -32,7 +32,7 @@ for _key in ("CPU", "CUDA", "Meta"):
 
 
 class TracedLogits:
-    """The logits F.linear(x, *head[:2]) after `steps`, each a method with its arguments: to, mul, div, tanh, log_softmax.
+    """Lazy logits F.linear(x, *head[:2]) after `steps`, each a method with its arguments: to, mul, div, tanh, log_softmax.
 
     x [..., d]: the head's input, of some tokens in the order in which the model sees them. version: the weight's, when x was
     computed. formula, dtype: of the logits after these steps.
@@ -64,16 +64,16 @@ class TracedLogits:
         return self.formula.cross_entropy(self.head, self.x, target, **options)
 
     def without_values(self, step: Step) -> Any:
-        """The step's result without values; None if it needs them."""
+        """Returns the step's result without values; None if it needs them."""
         x, name, args, kwargs = self.x, step.name, step.args[1:], step.kwargs
         if is_loss(step.function):
             return loss(step, self)
         if name in TOKEN_WISE:
             return statistic(step, self)
         if name in ELEMENTWISE:
-            if (found := formula_after(step, self)) is None:
+            if (match := formula_after(step, self)) is None:
                 return None
-            formula, dtype = found
+            formula, dtype = match
             return self.of(x, (name, *((-1, dtype) if name == "log_softmax" else args)), formula=formula, dtype=dtype)
         if not step.args:
             return None
@@ -81,12 +81,12 @@ class TracedLogits:
             return self
         if name == "float" or name == "to":
             wanted = [*args, *kwargs.values()] if name == "to" else [torch.float32]
-            one = wanted[0] if len(wanted) == 1 else None
-            there = isinstance(one, (torch.device, str)) and torch.device(one) == x.device
-            if there or one == self.dtype:
+            target = wanted[0] if len(wanted) == 1 else None
+            there = isinstance(target, (torch.device, str)) and torch.device(target) == x.device
+            if there or target == self.dtype:
                 return self
-            if one == torch.float32 and self.dtype.itemsize < 4:
-                return self.of(x, ("to", one), dtype=one)
+            if target == torch.float32 and self.dtype.itemsize < 4:
+                return self.of(x, ("to", target), dtype=target)
         elif name == "view" or name == "reshape":
             sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
             if len(sizes) > 1 and sizes[-1] == self.shape[-1]:
@@ -97,14 +97,14 @@ class TracedLogits:
                 return self.of(x.flatten(*args, **kwargs))
         elif name == "__getitem__":
             items = args[0] if isinstance(args[0], tuple) else (args[0],)
-            plain = all(isinstance(one, (int, slice)) or one is Ellipsis for one in items)
+            plain = all(isinstance(item, (int, slice)) or item is Ellipsis for item in items)
             n = self.dim()
             whole = items[-1] == slice(None) if Ellipsis in items or len(items) == n else len(items) < n
             return self.of(x[args[0]]) if plain and whole else None
         return None
 
     def read(self) -> Tensor:
-        """In the graph their values, outside of it the `Logits` of the same matmul."""
+        """Returns values in the graph; outside of it, the `Logits` of the same matmul."""
         if is_compiling():
             return self.after(F.linear(self.x, self.head.weight, self.head.bias))
         if self.read_as is None:
@@ -130,8 +130,10 @@ class TracedLogits:
                 return result
         if step.kwargs.get("out") is not None or step.kwargs.get("inplace") or step.name in CHANGING:
             raise RuntimeError(IN_PLACE)
-        args = [one.read() if isinstance(one, TracedLogits) else one for one in args]
-        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in step.kwargs.items()}
+        args = [arg.read() if isinstance(arg, TracedLogits) else arg for arg in args]
+        kwargs = {
+            name: value.read() if isinstance(value, TracedLogits) else value for name, value in step.kwargs.items()
+        }
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -147,7 +149,7 @@ class TracedLogits:
         return f"TracedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-# Statistics of tokens that the graph has without logits, and what it follows of each of their elements.
+# Statistics of tokens that the graph computes without logits, and elementwise functions that it follows.
 TOKEN_WISE = frozenset(("argmax", "gather", "logsumexp"))
 ELEMENTWISE = frozenset(("log_softmax", "tanh", *SCALES))
 # Names of functions that change their first argument. Dynamo looks a function's name up in a set, but not into it.
@@ -156,7 +158,7 @@ METHODS = (
     "contiguous", "flatten", "float", "log_softmax", "reshape", "tanh", "to", "view", *TOKEN_WISE,
     "__array__", "__iter__", "__len__",
 )  # fmt: skip
-# Python's, also reflected, such as __rpow__.
+# Operators of Python, also reflected, such as __rpow__.
 OPERATORS = [
     name
     for name in dir(Tensor)
@@ -165,7 +167,7 @@ OPERATORS = [
 
 
 def _as_method(function: Callable) -> Callable:
-    """The method of logits that calls this function of them."""
+    """Returns the method of logits that calls this function."""
 
     def method(self, *args, **kwargs):
         return TracedLogits.__torch_function__(function, (), (self, *args), kwargs)

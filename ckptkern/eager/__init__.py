@@ -1,8 +1,7 @@
-"""The eager backend: every launcher of `triton_kernels` that ops call without kernels too, again in PyTorch ops, in the file
-of the same name.
+"""The eager backend: the launchers of `triton_kernels` in PyTorch ops, each in the file of the same name.
 
-It has the kernels' arguments, results, saved sets, dropout masks and rounding points. It is the reference
-implementation that the kernels are tested against, the CPU path, and what runs where no kernel covers a case.
+Arguments, results, saved tensors, dropout masks and rounding points equal the kernels'. The kernels are tested against this
+backend; it also runs on CPUs and wherever no kernel covers a case.
 """
 
 from ..bits import pack_bits, unpack_bits

@@ -1,7 +1,7 @@
-"""The core of attention, forward and backward: the launchers of triton_kernels/attention.py in PyTorch ops.
+"""Core attention, forward and backward: the launchers of triton_kernels/attention.py in PyTorch ops.
 
-Scores, and all that is made of them, are written out for a block of queries at a time, as many as fit the workspace. On a CPU
-torch's flash attention takes their place where it computes the core.
+Scores are computed for a block of queries at a time, as many queries as fit the workspace. On a CPU torch's flash attention
+runs instead where it covers the core.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .fused_attention import fused_attn_bwd, fused_attn_fwd
 
 _aten = torch.ops.aten
 
-FLOATS = 6  # that are alive for each score in backward, the most
+FLOATS = 6  # floats per score that are alive at backward's peak
 
 
 def _score_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
-    """All at once where scores fit, else blocks of queries."""
+    """Returns one block if all scores fit the workspace, else blocks of queries."""
     (B, H, Sq, D), (_, H_kv, Sk, _) = q.shape, k.shape
     if core.workspace is None or 0 in (*q.shape, *k.shape):
         return [whole(q, k)]
@@ -74,7 +74,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
         lse = lse.contiguous()  # aten lays it out as [B, S, H]
     else:
         blocks = _score_blocks(q, k, core)
-        several = len(blocks) > 1  # else no bound of a block is compared with symbolic sizes
+        several = len(blocks) > 1  # a single block's bounds are not compared, since sizes may be symbolic
         o, lse = forward_by_blocks(_block_fwd, blocks, q, k, v, core) if several else _block_fwd(q, k, v, core)
     return o, lse, None if do is None else attn_delta(o, do, core)
 
@@ -91,7 +91,8 @@ def _block_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(s: Tensor, core: AttentionCore) -> Tensor:
-    """softmax(s), zeros in a row that sees nothing. exp(s - lse) is worse: for large scores lse loses log(sum) to rounding."""
+    """Computes softmax(s), with zeros in rows that see nothing. exp(s - lse) is less exact: a large lse rounds log(sum)
+    away."""
     p = torch.softmax(s, -1)
     if core.mask is None and core.window == (None, None):
         return p
@@ -99,13 +100,13 @@ def _probabilities(s: Tensor, core: AttentionCore) -> Tensor:
 
 
 def attn_delta(o, do, core: AttentionCore):
-    parts = [(wide(one) * wide(other)).sum(-1) for one, other in by_rows(core, o, do)]
+    parts = [(wide(o_part) * wide(do_part)).sum(-1) for o_part, do_part in by_rows(core, o, do)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block of scores gives [B, H, Sq, Sk]: dropout(p), the gradient ds of the scores after softcap and masks, and that
-    of the scores before the softcap."""
+    """Returns, for a block of scores [B, H, Sq, Sk]: dropout(p), and the gradients of the scores after and before the
+    softcap."""
     s = capped_scores(q, k, core)
     slope = 1 - (s / core.softcap).square() if core.softcap else None
     s = masked_scores(s, q, k, core)
@@ -138,36 +139,36 @@ def attn_grads(
     need_dslopes=False,
     outs=(None, None, None),
 ) -> tuple:
-    """(dq, dk, dv, dmask, dslopes): all gradients from o and lse in one pass over the scores; None for what is not needed.
+    """Returns (dq, dk, dv, dmask, dslopes) from o and lse, in one pass over the scores; None where not needed.
 
-    outs: tensors that dq, dk and dv are written to; torch's own kernels, and packed sequences, may make new ones instead.
-    dmask_shape: of the mask that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several
-    masks.
+    outs: tensors for dq, dk and dv; torch's own kernels and packed sequences may return new tensors instead.
+    dmask_shape: the shape of the trained mask; gradients are summed over dimensions of 1. core.mask may be larger if it is a
+    sum of several masks.
     """
     of_scores, needs = dmask_shape is not None or need_dslopes, {"need_dq": need_dq, "need_dkv": need_dkv}
     if core.fused:
-        made = fused_attn_bwd(q, k, v, do, o, lse, core)
+        gradients = fused_attn_bwd(q, k, v, do, o, lse, core)
     elif is_packed(q, core):
-        made = each_sequence(
+        gradients = each_sequence(
             lambda q, do, o, lse, k, v, own: attn_grads(q, k, v, do, o, lse, own, **needs)[:3],
             core,
             (q, do, o, lse),
             (k, v),
             key_results=2,
         )
-    # Where lse has lost log(sum) to rounding, probabilities, which flash attention's backward takes from it, are wrong by a
-    # factor: with large scores, and in a row that sees nothing but columns that a large finite number hides.
+    # Flash attention's backward computes probabilities from lse. A large lse has lost log(sum) to rounding, which makes them
+    # wrong by a factor: with large scores, and in rows that see only columns hidden by a large finite number.
     elif not of_scores and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
-        made = flash_bwd(q, k, v, do, o, lse, core, outs)
+        gradients = flash_bwd(q, k, v, do, o, lse, core, outs)
     else:
         delta = attn_delta(o, do, core) if delta is None else delta
         return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, dmask_shape, need_dslopes, outs)
-    dq, dk, dv = made if need_dkv else (made[0], None, None)
+    dq, dk, dv = gradients if need_dkv else (gradients[0], None, None)
     return dq if need_dq else None, dk, dv, None, None
 
 
 def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmask_shape, need_dslopes, outs) -> tuple:
-    """`attn_grads` by scores, block by block."""
+    """Computes `attn_grads` from scores, block by block."""
     dq, dk, dv = (
         (torch.empty_like(x) if out is None else out) if need else None
         for x, out, need in zip((q, k, v), outs, (need_dq, need_dkv, need_dkv), strict=True)
@@ -199,12 +200,12 @@ def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmas
     return dq, dk, dv, dmask, dslopes
 
 
-# -- torch's flash attention on a CPU: what hides or shifts scores is a mask that is added to them, formed for a block of
-# queries at a time (`query_blocks`), so that no [Sq, Sk] is written out that the caller did not give ---------------------
+# -- torch's flash attention on a CPU: mask, slopes and window become one bias, computed for a block of queries at a time
+# (`query_blocks`), so that no [Sq, Sk] is stored besides the caller's mask ------------------------------------------------
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
-    """Does torch's flash attention for CPUs compute this core? It has no dropout, no softcap, and is not in float16."""
+    """Returns whether torch's flash attention for CPUs covers this core. It has no dropout, softcap or float16."""
     return (
         q.device.type == "cpu"
         and q.dtype != torch.float16
@@ -216,23 +217,24 @@ def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
 
 
 def _causal(core: AttentionCore) -> bool:
-    """Is the window what the kernel knows as causal? It hides by -inf before it scales, so scale must be positive."""
+    """Returns whether the kernel's is_causal is this window. The kernel masks by -inf before it scales, so scale must be >
+    0."""
     return core.window == (None, 0) and core.scale > 0 and core.row_base == core.column_base
 
 
 def _is_bias(mask: Tensor, q: Tensor) -> bool:
-    """Does the kernel read this mask as it is?"""
+    """Returns whether the kernel reads this mask without a copy."""
     dtypes = (q.dtype, wide_dtype(q))
     return mask.dtype in dtypes and (mask.stride(-1) == 1 or mask.shape[-1] == 1)
 
 
 def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a mask of 0 and 1 is 1, else -inf, as 1 - 1 / mask: a tenth of the time of torch.where and masked_fill."""
+    """Returns 0 where a mask of 0 and 1 is 1, else -inf, as 1 - 1 / mask: a tenth of the time of torch.where."""
     return seen.to(dtype).reciprocal_().neg_().add_(1)
 
 
 def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
-    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window, if it is not causal."""
+    """Returns the bias of the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes and, if `windowed`, the window."""
     mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
     if mask is not None:
         parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
@@ -247,8 +249,8 @@ def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
 
 
 def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
-    """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
-    the workspace."""
+    """Returns one block if the kernel needs no bias or repeated heads; else blocks whose biases, repeated heads and float32
+    sums fit the workspace."""
     (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
     group, size, mask = H // H_kv, q.element_size(), core.mask
     windowed = (left, right) != (None, None) and not _causal(core)
@@ -268,7 +270,7 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     def cost(samples: int, heads: int, rows: int) -> int:
         of_keys, heads_q = samples * heads * Sk * D, heads * (1 if one_each else group)
         repeated = 4 * of_keys * group * size if group > 1 and not one_each else 0
-        cut = one_each or rows < Sq  # then dk and dv have parts, which are added up in float32
+        cut = one_each or rows < Sq  # dk and dv are then sums of parts, in float32
         sums = of_keys * (2 * size + (8 if size == 2 else 0)) if cut else 0
         parts = zip(shape, (samples, heads_q, rows, Sk), strict=True)
         return repeated + sums + (math.prod(part if n > 1 else 1 for n, part in parts) * element if formed else 0)
@@ -282,7 +284,7 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
 
 
 def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
-    """(q, k, v, the kernel's other arguments)."""
+    """Returns q, k and v as the kernel takes them, and its other arguments."""
     H, causal = q.shape[1], _causal(core)
     windowed = core.window != (None, None) and not causal
     heads = map(as_readable, (q, k, v) if k.shape[1] == H else (q, repeated_heads(k, H), repeated_heads(v, H)))
@@ -292,7 +294,7 @@ def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], di
 
 
 def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) of a block on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
+    """Computes o and lse of a block on a CPU. A row that sees nothing has o = 0 and an arbitrary lse."""
     if not k.shape[2]:
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
     heads, options = _flash_arguments(q, k, v, core)
@@ -308,7 +310,7 @@ def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tens
 
 
 def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | None, ...]) -> tuple:
-    """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
+    """Computes dq, dk and dv on a CPU. Several blocks write to `outs` where these are tensors."""
     blocks = _flash_blocks(q, k, core)
     if is_whole(blocks, k):
         return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))

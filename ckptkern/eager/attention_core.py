@@ -1,5 +1,5 @@
-"""The core of attention as it is defined: scores, what hides them, the dropout mask, and o in differentiable PyTorch ops; and
-the blocks of queries in which scores are written out."""
+"""Core attention: scores, masks, dropout, a differentiable reference implementation, and the blocks of queries in which
+scores are computed."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ from torch.nn import functional as F
 from ..subclasses import own_dispatch
 from .elementwise import NO_DROPOUT, Dropout, wide_of
 
-LEAST_ROWS = 16  # of a block, whatever the workspace
-ROWS = 256  # of a block where something is cut: 128 and 512 take 3 % more time, 2,048 half as much again (one thread)
-CACHE = (
-    2**24
-)  # bytes of a block on a CPU: more do not fit its cache, and take twice the time (2,048 tokens, one thread)
+LEAST_ROWS = 16  # the fewest rows of a block, whatever the workspace
+ROWS = 256  # of a block when there are several: 128 and 512 take 3 % more time, 2,048 take 50 % more (one thread)
+CACHE = 2**24  # bytes of a block on a CPU: larger blocks miss its cache, at twice the time (2,048 tokens, one thread)
 
 
 class AttentionCore(NamedTuple):
-    """All arguments of an attention core except q, k and v: shared by forward, recompute and backward, on both backends.
+    """Arguments of core attention other than q, k and v, shared by forward, recompute and backward on both backends.
 
-    mask: int8 (0 = hidden, 1 = seen) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
-    dropout = (state, threshold, scale, 0); window = (left, right), None for no bound; causal is (None, 0).
-    The mask of head h of sample b is that of plane plane_base + b * planes + h; planes 0 is H, for q with all heads.
-    sinks: [1, H] of any floating dtype, a logit of each head that takes part in the softmax's denominator alone. Launchers form
-    o and lse without them, which `with_sinks` then changes; gradients are formed from the changed ones.
+    mask: int8 (0 = hidden, 1 = seen) or float, [B or 1, H or 1, Sq or 1, Sk or 1]. slopes: float32 [B or 1, H] (ALiBi).
+    dropout = (state, threshold, scale, 0). window = (left, right), None for no bound; causal is (None, 0).
+    plane_base, planes: head h of sample b has dropout mask plane_base + b * planes + h; planes 0 means H.
+    sinks: [1, H] of any floating dtype, one logit per head in the softmax's denominator only. Launchers compute o and lse
+    without sinks and `with_sinks` adds them; backward takes the o and lse that include sinks.
     cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
     from i = Sk - Sq, which aligns a sequence's last row with its last column.
-    fused: torch's own kernel that computes this core, a name in fused_attention.FUSED, "" for none. softcap: 0 for none.
-    workspace: bytes for the scores of a block of queries (`query_blocks`), None for all at once; kernels need none.
-    row_base, column_base: where q and k begin among a sequence's rows, which windows, slopes and dropout count from; max_q is
-    then the rows of the whole. Kernels take all columns: a column_base of 0.
+    fused: the torch kernel that computes this core, a name in fused_attention.FUSED, or "". softcap: 0 for none.
+    workspace: bytes for the scores of a block of queries (`query_blocks`), None for one block; kernels ignore it.
+    row_base, column_base: the positions of the first row of q and of k in the sequence, for windows, slopes and dropout;
+    max_q is then the number of rows of the whole sequence. Kernels need column_base = 0.
     """
 
     scale: float
@@ -59,19 +57,19 @@ class AttentionCore(NamedTuple):
 
 
 def empty_heads(q: Tensor) -> Tensor:
-    """An empty [B, H, S, D] whose memory is [B, S, H, D], as the output projection reads it; not a view."""
+    """Returns an empty [B, H, S, D] tensor, not a view, whose memory layout is [B, S, H, D], as the output projection reads."""
     B, H, S, D = q.shape
     return q.new_empty_strided((B, H, S, D), (S * H * D, D, H * D, 1))
 
 
 def heads_layout(x: Tensor) -> Tensor:
-    """x in the memory layout of `empty_heads`; x itself if it has that layout."""
+    """Returns x in the memory layout of `empty_heads`, without a copy if x has that layout."""
     _, H, S, D = x.shape
     return x if x.stride() == (S * H * D, D, H * D, 1) else empty_heads(x).copy_(x)
 
 
 def as_heads(x: Tensor) -> Tensor:
-    """Lays x out as `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
+    """Returns x in the memory layout of `empty_heads`, never as a view, so that an op's result is the same on each backend."""
     return heads_layout(x) if x._base is None else empty_heads(x).copy_(x)
 
 
@@ -80,41 +78,41 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32; float64 stays."""
+    """Casts x to float32; float64 stays."""
     return x.to(wide_dtype(x))
 
 
 def by_group(x: Tensor, H_kv: int) -> Tensor:
-    """[B, H, S, N] as [B, H_kv, H / H_kv S, N]: below each other the rows of all query heads that read a head of k and v."""
+    """Reshapes [B, H, S, N] to [B, H_kv, (H / H_kv) S, N]: stacks the rows of the query heads that share a head of k and v."""
     B, H, S, N = x.shape
     return x if H_kv == H else x.reshape(B, H_kv, H // H_kv * S, N)
 
 
 def by_head(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The opposite of `by_group`."""
+    """Undoes `by_group`."""
     return x if x.shape == shape else x.reshape(shape)
 
 
 def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
-    """s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
+    """Returns the scores s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
     return masked_scores(capped_scores(q, k, core), q, k, core)
 
 
 def capped_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
-    """The scores that every column would have if it were seen: scale q k^T, or softcap tanh(scale q k^T / softcap)."""
+    """Returns the scores before masks: scale q k^T, or softcap tanh(scale q k^T / softcap)."""
     s = torch.matmul(by_group(wide(q), k.shape[1]), wide(k).transpose(-1, -2))
     s = by_head(s, (*q.shape[:3], k.shape[2])) * core.scale
     return torch.tanh(s / core.softcap) * core.softcap if core.softcap else s
 
 
 def rows_and_columns(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(i [Sq, 1], j [1, Sk]), as windows and slopes count them."""
+    """Returns the positions i [Sq, 1] of rows and j [1, Sk] of columns, which windows and slopes use."""
     i = torch.arange(core.row_base, core.row_base + q.shape[2], device=q.device)[:, None]
     return i, torch.arange(core.column_base, core.column_base + k.shape[2], device=q.device)[None, :]
 
 
 def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
-    """s with slopes, mask and window."""
+    """Applies slopes, mask and window to the scores s."""
     i, j = rows_and_columns(q, k, core)
     if core.slopes is not None:
         s = s - core.slopes.to(s.dtype)[:, :, None, None] * (i - j).abs()
@@ -129,29 +127,29 @@ def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tenso
 
 
 def by_rows(core: AttentionCore, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Parts of tensors [B, H, S, ...] along S, of which float32 copies of the first two fit the workspace; 16 rows at least."""
+    """Splits tensors [B, H, S, ...] along S, so that float32 copies of the first two parts fit the workspace (>= 16 rows)."""
     if core.workspace is None or 0 in tensors[0].shape:
         return [tensors]
     B, H, S, D = tensors[0].shape
     rows = max(16, core.workspace // (12 * B * H * D))
-    return [tensors] if rows >= S else zip(*(one.split(rows, 2) for one in tensors), strict=True)
+    return [tensors] if rows >= S else zip(*(tensor.split(rows, 2) for tensor in tensors), strict=True)
 
 
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """exp(lse - logaddexp(lse, sink)) [B, H, S]: what a softmax's weights are multiplied by beside the sinks [1, H]; 0 in a row
-    that sees nothing."""
+    """Returns exp(lse - logaddexp(lse, sink)) [B, H, S], the factor of a row's softmax weights once the sinks [1, H] are in its
+    denominator; 0 in a row that sees nothing."""
     return torch.sigmoid(lse - sinks.to(lse.dtype)[..., None])
 
 
 def with_sinks(o: Tensor, lse: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) of a softmax whose denominator has the sinks, too, from those without. o [B, H, S, D] is overwritten."""
+    """Adds the sinks to the softmax's denominator: returns the new o [B, H, S, D], in place, and lse."""
     for part, share in by_rows(core, o, sink_share(lse, core.sinks)):
         part.mul_(share[..., None])
     return o, torch.logaddexp(lse, core.sinks.to(lse.dtype)[..., None])
 
 
 def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of sinks [1, H], -sum exp(sink - lse) delta over samples and rows, from the lse that has them."""
+    """Returns the gradient of the sinks [1, H], -sum exp(sink - lse) delta over samples and rows; lse includes the sinks."""
     return -(torch.exp(sinks.to(lse.dtype)[..., None] - lse) * delta).sum((0, 2))
 
 
@@ -172,7 +170,7 @@ def attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
 
 
 def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
-    """softmax(s) [B, H, Sq, Sk], in whose denominator the sinks take part, as in GPT-OSS: a column that is left out again."""
+    """Returns softmax(s) [B, H, Sq, Sk] with the sinks in the denominator, as GPT-OSS does: a column that is then dropped."""
     if core.sinks is None:
         return torch.softmax(s, -1)
     sinks = core.sinks.to(s.dtype)[..., None, None].expand(*s.shape[:3], 1)
@@ -180,7 +178,7 @@ def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """o in differentiable PyTorch ops. Rows that see nothing are zeros with zero gradients."""
+    """Computes o in differentiable PyTorch ops. Rows that see nothing are zeros with zero gradients."""
     if kind := own_dispatch((q, k, v, core.mask)):
         return _attention_of(kind, q, k, v, core)
     if is_packed(q, core):
@@ -197,12 +195,12 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
 
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
-    """p v [B, H, Sq, D] of p [B, H, Sq, Sk]."""
+    """Computes p v [B, H, Sq, D] for p [B, H, Sq, Sk]."""
     return by_head(torch.matmul(by_group(p, v.shape[1]), v), (*p.shape[:3], v.shape[3]))
 
 
 def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """o by torch's scaled_dot_product_attention, the only attention that a tensor subclass may implement."""
+    """Computes o by torch's scaled_dot_product_attention, the only attention op that a tensor subclass may implement."""
     causal = core.window == (None, 0)
     unusual = core.slopes is not None or core.sinks is not None or core.cu_q is not None or core.softcap
     if unusual or not (causal or core.window == (None, None)):
@@ -216,12 +214,12 @@ def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCo
 
 
 def is_packed(q: Tensor, core: AttentionCore) -> bool:
-    """Do q, k, v hold several sequences? On meta tensors nobody knows where they begin, and the results' shape is the same."""
+    """Returns whether q, k, v hold packed sequences. Meta tensors have no cu_seqlens to read, and results' shapes are equal."""
     return core.cu_q is not None and not q.is_meta
 
 
 def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
-    """The rows of each packed sequence, at most `longest`; one empty slice if there is no sequence."""
+    """Returns the rows of each packed sequence, at most `longest`; one empty slice if there is no sequence."""
     bounds = cu.tolist()
     if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
         raise ValueError(f"packed sequences must begin in order and within 0..{rows}, but cu_seqlens is {bounds}")
@@ -229,7 +227,7 @@ def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
 
 
 def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
-    """parts [1, H, length, ...] at their spans of `rows` rows, zeros between and after them."""
+    """Joins parts [1, H, length, ...] at their spans of `rows` rows; rows outside the spans are zeros."""
     if parts[0] is None:
         return None
     pieces, at = [], 0
@@ -241,10 +239,10 @@ def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
 
 
 def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tuple, key_results: int = 0) -> tuple:
-    """`function(query-like..., key-like..., core)` of each packed sequence, its results joined along the rows.
+    """Calls `function(*query_like, *key_like, core)` for each packed sequence and joins the results along the rows.
 
-    The last `key_results` results have the rows of keys, the others those of queries. Rows in no sequence are zeros. What is
-    like a query, and a result, may be None.
+    The last `key_results` results have the keys' rows, the others the queries'. Rows in no sequence are zeros. Query-like
+    arguments and results may be None.
     """
     rows_q, rows_k = query_like[0].shape[2], key_like[0].shape[2]
     of_q, of_k = _spans(core.cu_q, core.max_q, rows_q), _spans(core.cu_k, core.max_k, rows_k)
@@ -269,8 +267,8 @@ def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tu
 
 
 def readable(x: Tensor) -> bool:
-    """Does x have the layout that torch's kernels assume? Inner stride 1 (with another they give wrong numbers) and, on a
-    GPU, rows that are not repeated and begin at multiples of 16 bytes."""
+    """Returns whether x has the layout that torch's kernels assume: inner stride 1 (other strides give wrong numbers) and, on a
+    GPU, rows that do not overlap and begin at multiples of 16 bytes."""
     if not x.is_cuda:
         return x.stride(-1) == 1
     step = 16 // x.element_size()
@@ -283,20 +281,20 @@ def as_readable(x: Tensor) -> Tensor:
 
 
 def repeated_heads(x: Tensor, H: int) -> Tensor:
-    """k or v with each head repeated for the query heads that read it, H in all."""
+    """Repeats each head of k or v for the query heads that share it, to H heads."""
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 
 def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
-    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
+    """Sums gradients over the query heads that share a head of k or v: [B, H, S, D] -> [B, H_kv, S, D]."""
     return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
 
 
-# -- blocks of queries: no [B, H, Sq, Sk] is ever written out ----------------------------------------------------------
+# -- blocks of queries, so that no [B, H, Sq, Sk] is stored ------------------------------------------------------------
 
 
 class Block(NamedTuple):
-    """Rows of q, of some heads of some samples, with the columns that any of them may see. heads: of q, kv_heads: theirs."""
+    """A block of queries: rows of some heads (kv_heads of k and v) of some samples, and the columns that they may see."""
 
     samples: slice
     heads: slice
@@ -305,24 +303,24 @@ class Block(NamedTuple):
     columns: slice
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """The block's part of x [B, H, Sq, ...]."""
+        """Returns the block's part of x [B, H, Sq, ...]."""
         return x[self.samples, self.heads, self.rows]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The block's part of x [B, H_kv, Sk, D]."""
+        """Returns the block's part of x [B, H_kv, Sk, D]."""
         return x[self.samples, self.kv_heads, self.columns]
 
     def of_scores(self, x: Tensor) -> Tensor:
-        """The block's part of x [B or 1, H or 1, Sq or 1, Sk or 1]; a dimension of 1 stays."""
+        """Returns the block's part of x [B or 1, H or 1, Sq or 1, Sk or 1]; a dimension of 1 stays."""
         parts = (self.samples, self.heads, self.rows, self.columns)
         return x[tuple(slice(None) if n == 1 else part for n, part in zip(x.shape, parts, strict=True))]
 
     def of_slopes(self, x: Tensor) -> Tensor:
-        """The block's part of x [B or 1, H]."""
+        """Returns the block's part of x [B or 1, H]."""
         return x[slice(None) if x.shape[0] == 1 else self.samples, self.heads]
 
     def core(self, core: AttentionCore, q: Tensor) -> AttentionCore:
-        """`core` of this part of q [B, H, Sq, D]: bounds that hide nothing in the block are left out."""
+        """Returns `core` for this part of q [B, H, Sq, D]; window bounds that hide nothing in the block are None."""
         H, Sq = q.shape[1:3]
         first, left, right = core.row_base + self.rows.start, *core.window
         columns = slice(core.column_base + self.columns.start, core.column_base + self.columns.stop)
@@ -345,20 +343,20 @@ class Block(NamedTuple):
 
 
 def block_bytes(q: Tensor, core: AttentionCore) -> float:
-    """What a block may cost."""
+    """Returns the most transient bytes of a block."""
     if core.workspace is None:
         return math.inf
     return min(core.workspace, CACHE) if q.is_cpu else core.workspace
 
 
 def whole(q: Tensor, k: Tensor) -> Block:
-    """Returns all rows and columns as one block."""
+    """Returns one block of all rows and columns."""
     (B, H, Sq, _), (_, H_kv, Sk, _) = q.shape, k.shape
     return Block(slice(0, B), slice(0, H), slice(0, H_kv), slice(0, Sq), slice(0, Sk))
 
 
 def is_whole(blocks: list[Block], k: Tensor) -> bool:
-    """Is it one block, of all columns?"""
+    """Returns whether there is a single block, of all columns."""
     return len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2])
 
 
@@ -371,10 +369,10 @@ def query_blocks(
     rows: int,
     one_each: bool = False,
 ) -> Iterator[Block]:
-    """Blocks of at most `rows` rows that cost at most `budget` bytes, or LEAST_ROWS rows of one head of k of one sample.
+    """Yields blocks of at most `rows` rows and `budget` bytes, but at least LEAST_ROWS rows of one k head of one sample.
 
-    cost(samples, heads of k and v, rows): the bytes of such a block. one_each: with one query head for each head of k.
-    A function of shapes and of what forward saves in its options, so forward and recompute have the same blocks.
+    cost(samples, heads of k and v, rows): the bytes of such a block. one_each: a block has one query head per head of k.
+    The blocks depend on shapes and options only, so forward and recompute have the same blocks.
     """
     (B, H, Sq, _), (_, H_kv, Sk, _) = q.shape, k.shape
     samples, heads, rows = B, H_kv, min(rows, Sq)
@@ -408,7 +406,7 @@ def forward_by_blocks(
     v: Tensor,
     core: AttentionCore,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) of all queries, by function(q, k, v, core) of each block's."""
+    """Computes o and lse of all queries: function(q, k, v, core) for each block."""
     if is_whole(blocks, k):
         return function(q, k, v, blocks[0].core(core, q))
     o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
@@ -422,8 +420,8 @@ def forward_by_blocks(
 def sum_by_blocks(
     function: Callable[[Block], Iterable[Tensor]], blocks: Iterable[Block], totals: tuple[Tensor, ...]
 ) -> None:
-    """Writes to totals [B, H_kv, Sk, D] the gradients of k and v, sums over blocks of queries of function(block), in float32
-    and rounded once."""
+    """Sums function(block), the gradients of k and v, over blocks in float32, and writes them, rounded once, to `totals`
+    [B, H_kv, Sk, D]."""
     for _, chunk in itertools.groupby(blocks, lambda block: (block.samples.start, block.kv_heads.start)):
         sums: list[Tensor] = []
         for block in chunk:
@@ -434,7 +432,7 @@ def sum_by_blocks(
             ]
             for total, part in zip(sums, function(block), strict=True):
                 total[:, :, block.columns] += part
-            part = None  # freed before the next block's gradients are made
+            part = None  # frees it before the next block's gradients are computed
         for place, total in zip(places, sums, strict=True):
             if place is not total:
                 place.copy_(total)

@@ -1,6 +1,6 @@
 """Linear + cross-entropy: the reference implementations of triton_kernels/cross_entropy.py.
 
-A chunk's logits are made in the wide type, float32 (float64 for float64), from exact matmuls.
+A chunk's logits are computed in the wide type, float32 (float64 for float64), from exact matmuls.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from ..results import CrossEntropyForward, TokenStatistics
 from .elementwise import wide_of
 
-HEADROOM = 2.0**15  # saved exponentials are at most this, so that float16 holds those down to e^-27 of the largest
+HEADROOM = 2.0**15  # the largest saved exponential, so that float16 holds exponentials down to e^-27 of it
 
 
 class Head(NamedTuple):
-    """What makes logits of matmuls and says which one is a token's target: shared by forward and backward.
+    """Options of an LM head that forward and backward share.
 
-    z = scale (x w^T + b), or softcap tanh(z / softcap) of that if softcap is not 0. first: the vocabulary entry of w's first
-    row. A token whose target is ignore_index has no gradient.
+    u = scale (x w^T + b); the logits are z = softcap tanh(u / softcap), or u if softcap is 0. first: the vocabulary entry of
+    w's first row. A token whose target is ignore_index has no gradient.
     """
 
     scale: float = 1.0
@@ -32,8 +32,8 @@ class Head(NamedTuple):
 
 
 def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32; a meta
-    tensor counts as on a GPU, which does not."""
+    """Computes a b in the wide type, or in the dtype of `out`, to which the matmul is added if `add`. A CPU copies 16-bit
+    operands to float32; a GPU does not, nor do meta tensors."""
     wide, options = wide_of(a.dtype), {}
     if a.dtype != wide and (a.is_cuda or a.is_meta):
         options["out_dtype"] = wide
@@ -47,8 +47,8 @@ def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool 
 
 
 def head_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(u, z) [M, V] in the wide type: u = scale (x w^T + b), and z = softcap tanh(u / softcap), which is u itself without a
-    softcap, in the memory of `out` then, if that has the type."""
+    """Returns u = scale (x w^T + b) and z = softcap tanh(u / softcap), both [M, V] in the wide type. Without a softcap z is u,
+    written to `out` if its dtype fits."""
     fits = not head.softcap and out is not None and out.dtype == wide_of(x.dtype)
     u = upcast_matmul(x, w.t(), out=out if fits else None)
     if b is not None:
@@ -59,14 +59,14 @@ def head_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor 
 
 
 def target_columns(targets: Tensor, head: Head, width: int) -> tuple[Tensor, Tensor]:
-    """(columns, are they among these `width`?) of k targets of each token, all [M, k]."""
+    """Returns the columns of targets [M, k], and a mask [M, k] of those in this slice of `width` columns; others are 0."""
     columns = targets - head.first
     here = (targets != head.ignore_index) & (columns >= 0) & (columns < width)
     return columns.masked_fill(~here, 0), here
 
 
 def slice_count(x: Tensor, entries: int) -> int:
-    """Rows of what `cross_entropy_fwd` saves as parts: here a token has one slice."""
+    """Returns the number of vocabulary slices per token in the `parts` that `cross_entropy_fwd` saves: 1 here."""
     return 1
 
 
@@ -84,7 +84,7 @@ def cross_entropy_fwd(
         largest, of_largest = top, ((z.argmax(1) if V else z_t) + head.first).to(z.dtype)
     saved = u.to(x.dtype, copy=logits) if keep and head.softcap else None
 
-    # then what overwrites the logits
+    # from here on logits are overwritten
     top = top.masked_fill(top == -math.inf, 0)
     log_e = z - top[:, None] if logits else z.sub_(top[:, None])
     e = log_e.exp() if entropy else log_e.exp_()
@@ -100,13 +100,13 @@ def cross_entropy_fwd(
 
 
 def times_log(p: Tensor, log_p: Tensor) -> Tensor:
-    """p log p, which is 0 where p is, in the memory of log_p."""
+    """Computes p log p, 0 where p is 0, in the memory of log_p."""
     return log_p.clamp_(min=torch.finfo(p.dtype).min).mul_(p)
 
 
 def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db):
-    """out = dz (`TokenGradients`) of probabilities p, which it overwrites; returns the sum of its rows. log_p, if the gradients
-    need it, is overwritten too."""
+    """Writes the logits' gradient dz (see `TokenGradients`) to `out`; returns its sum over rows if `db`. Overwrites p and,
+    where the gradients need it, log_p."""
     column, here = target_columns(target[:, None], head, out.shape[1])
     if gradients.p_log_p is None:
         dz = p.mul_(gradients.p[:, None])
@@ -123,8 +123,8 @@ def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
 def write_gradient(
     dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Tensor | None, out: Tensor, db: bool
 ) -> Tensor | None:
-    """Writes to `out`, from the gradient dz of logits, that of the logits before softcap and scale, and zeros for ignored
-    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten."""
+    """Writes the gradient of the logits before softcap and scale to `out`, zeros for ignored tokens; returns its sum over rows
+    if `db`. Overwrites dz, the gradient of the logits, which may be `out`."""
     if softcap:
         dz.mul_((u / softcap).tanh_().square_().neg_().add_(1))
     if scale != 1.0:

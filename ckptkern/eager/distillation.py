@@ -1,17 +1,17 @@
-"""The divergence of a teacher's and a student's probabilities, from their heads: PyTorch ops, on any device.
+"""The divergence of a teacher's and a student's probabilities, from their LM heads: PyTorch ops, on any device.
 
-Of logits z and t, with log q = z - lse(z) of the student, log p = t - lse(t) of the teacher and m = beta p + (1 - beta) q,
+With log q = z - lse(z) of the student's logits z, log p = t - lse(t) of the teacher's t, and m = beta p + (1 - beta) q,
 
     beta = 0        D = KL(p, q) = sum_v p (log p - log q)                  dD/dz = q - p
     0 < beta < 1    D = beta KL(p, m) + (1 - beta) KL(q, m)                 dD/dz = (1 - beta) q (log q - log m - KL(q, m))
     beta = 1        D = KL(q, p)                                            dD/dz = q (log q - log p - KL(q, p))
 
-the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1), with the two divergences that its quotients
-by beta and 1 - beta tend to at its ends.
+the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1); at beta = 0 and 1 the limits of the
+divergence divided by beta and by 1 - beta.
 
-Where a model is all but certain of a class, log q and log q - log m - KL of it are far smaller than what they are differences
-of. So the largest logit is subtracted first, then the logarithm of the sum. KL is in two parts too: log q - log m of the class
-of which q is largest, and what all other classes add to it.
+For a class that a model is almost certain of, log q and log q - log m - KL are far smaller than their terms. So the largest
+logit is subtracted first, then the logarithm of the sum; and KL is stored as two parts: log q - log m of the likeliest class
+of q, and the contribution of all other classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .elementwise import wide_of
 
 
 class Model(NamedTuple):
-    """x [M, d], w [V, d] and b [V] or None, and what makes logits of them."""
+    """An LM head and its input: x [M, d], w [V, d], b [V] or None, and the head's options."""
 
     x: Tensor
     w: Tensor
@@ -36,8 +36,8 @@ class Model(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Holds of each token D [M], both models' normalizers [M, 2], for beta > 0 the class of the largest q, int64 [M], and
-    both parts of the student's KL(q, m) [M, 2]; m = p at beta = 1."""
+    """The divergence D of each token [M] and what backward needs: both models' normalizers [M, 2] and, for beta > 0, the class
+    of the largest q, int64 [M], and the two parts of KL(q, m) [M, 2]; m = p at beta = 1."""
 
     value: Tensor
     normalizer: Tensor
@@ -47,8 +47,8 @@ class Divergence(NamedTuple):
 
 
 def log_probabilities(z: Tensor, model: Model, normalizer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(z - logsumexp(z), in the memory of z; the two parts of each row's logsumexp [M, 2], the largest logit and log sum
-    exp(z - largest)). As good as -inf where a bias says -inf, but 0 times the sum of a few is 0."""
+    """Returns z - logsumexp(z), in place, and logsumexp's two parts [M, 2]: the largest logit and log sum exp(z - largest). A
+    bias of -inf gives a large negative finite number, so that 0 times it is 0."""
     if normalizer is None:
         largest = z.amax(1, keepdim=True)
         normalizer = torch.cat([largest, (z - largest).exp_().sum(1, keepdim=True).log_()], 1)
@@ -64,8 +64,8 @@ def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
 
 
 def above_mixture(ratio: Tensor, share: float, other: float) -> Tensor:
-    """log q - log m of m = share q + other p, in the memory of ratio = log q - log p; log p - log m, if p and q change places.
-    Unlike log q and log m, the ratio is small where p and q agree, and so is its rounding."""
+    """Computes log q - log m for m = share q + other p, in the memory of ratio = log q - log p. With p and q exchanged it is
+    log p - log m. Where p and q agree the ratio is small, unlike log q and log m, and so is its rounding error."""
     if share == 0:
         return ratio  # m = p
     of_other = ratio.neg_().add_(math.log(other))
@@ -108,7 +108,8 @@ def divergence_bwd(
     *,
     db: bool,
 ) -> Tensor | None:
-    """out = the gradient of D times dy [M] for the logits before scale and softcap; returns the sum of its rows, if `db`."""
+    """Writes the gradient of sum(dy D), dy [M], for the logits before scale and softcap to `out`; returns its sum over rows if
+    `db`."""
     head = student.head
     u, z = head_logits(*student, out)
     log_q, _ = log_probabilities(z, student, of.normalizer)
@@ -118,7 +119,7 @@ def divergence_bwd(
     else:
         of_q = above_mixture(torch.sub(log_q, log_p, out=log_p), 1 - beta, beta)
         above_likeliest = of_q.sub_(of.student_kl[:, :1])
-        # exactly 0 of that class, though a matmul of other shapes than forward's may have rounded its logit otherwise
+        # exactly 0 for that class: a matmul of other shapes than forward's may have rounded its logit differently
         column, here = target_columns(of.likeliest[:, None], head, out.shape[1])
         above_likeliest.scatter_(1, column, torch.where(here, 0, above_likeliest.gather(1, column)))
         dz = log_q.exp_().mul_(above_likeliest.sub_(of.student_kl[:, 1:]))

@@ -1,6 +1,6 @@
 """Activations, dropout and sums of rows: the reference implementations of triton_kernels/elementwise.py.
 
-act(z) is rounded to the storage type, and so is dropout(act(z)).
+act(z) and dropout(act(z)) are each rounded to the storage type.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NO_DROPOUT: Dropout = (None, 0, 1.0, 0)
 
 
 class Activation(NamedTuple):
-    """act: z -> act(z), differentiable. grad: dy, z -> dy * act'(z). act_ and grad_ write the same over z and over dy.
+    """An activation function. act: z -> act(z), differentiable. grad: dy, z -> dy * act'(z). act_ and grad_ overwrite z and dy.
 
-    For relu, z may be relu's own output: the gradient is the same. temporaries: how many more tensors like z act_ or grad_
-    holds, the greater of the two. torchs: torch's functions and module classes that are this activation.
+    For relu, z may be relu's own output. temporaries: the most tensors like z that act_ or grad_ holds beside its arguments.
+    torchs: torch's functions and module classes for this activation.
     """
 
     act: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ def _activation(
     grad_: Callable[[Tensor, Tensor], Tensor] | None = None,
     **rest: Any,
 ) -> Activation:
-    """Returns an Activation whose forms in place, where torch has none, copy the results of act and grad."""
+    """Returns an Activation; act_ and grad_, if not passed, copy the results of act and grad."""
     return Activation(
         act, grad, act_ or (lambda z: z.copy_(act(z))), grad_ or (lambda dy, z: dy.copy_(grad(dy, z))), **rest
     )
@@ -98,17 +98,18 @@ ACTIVATIONS = {
 
 
 def act(z: Tensor, activation: str) -> Tensor:
-    """act(z). May be z itself (identity)."""
+    """Computes act(z); z itself for "identity"."""
     return ACTIVATIONS[activation].act(z)
 
 
 def where_keep(x: Tensor, keep: Tensor) -> Tensor:
-    """x where keep, else 0. A CPU has no vectors for torch.where with a bool; relu's gradient takes a quarter of its time."""
+    """Returns x where keep, else 0. On a CPU torch.where with a bool is not vectorised; relu's gradient takes a quarter of its
+    time."""
     return torch.ops.aten.threshold_backward(x, keep.to(x.dtype), 0)
 
 
 def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0) -> Tensor:
-    """keep * scale * x for x [..., N]; its own backward."""
+    """Computes keep * scale * x for x [..., N]. Backward is the same function of the gradient."""
     if own_dispatch((x,)):  # only the subclass knows where its elements lie
         return F.dropout(x, threshold / 65536)
     M, N = math.prod(x.shape[:-1]), x.shape[-1]
@@ -121,17 +122,17 @@ def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which sums and matmuls of elements are taken."""
+    """Returns the dtype of sums and accumulators: float32 for 16-bit dtypes, else `dtype`."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
-    """A sum in the dtype that is wanted of it; True: as it is."""
+    """Casts a sum to the dtype `wanted`; True: no cast."""
     return total if total is None or wanted is True or total.dtype == wanted else total.to(wanted)
 
 
 def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
-    """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded; False: none."""
+    """Sums the rows, in float32 at least, and rounds once to the dtype `wanted`. True: no rounding; False: returns None."""
     if not wanted:
         return None
     if dy.dtype is wanted and wanted.itemsize >= 4:

@@ -1,5 +1,5 @@
-"""Experts of an MoE layer: the reference implementations of triton_kernels/experts.py, one expert after the other. The
-host reads offsets."""
+"""Experts of an MoE layer: the reference implementations of triton_kernels/experts.py, one expert at a time. The host reads the
+offsets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .linear import linear, mm
 
 
 class Groups(NamedTuple):
-    """Which rows are whose. Token-expert pair t top_k + j is token t's j-th choice; rows are the token-expert pairs in
-    the experts' order, those that no expert has come last, and in each expert as they were.
+    """Token-expert pairs sorted by expert. Pair t top_k + j is token t's j-th choice. Rows are the pairs in the experts' order,
+    stable within an expert; dropped pairs come last.
 
-    order  int32 [R], token-expert pair of each row;  inv int32 [R], row of each token-expert pair;  offs int32 [E + 1]:
-    rows offs[e]:offs[e + 1] are expert e's, and those from offs[E] on are nobody's, are never written and never read.
+    order: int32 [R], the pair of each row. inv: int32 [R], the row of each pair. offs: int32 [E + 1]; rows
+    offs[e]:offs[e + 1] are expert e's, and rows from offs[E] on are dropped pairs, neither written nor read.
     """
 
     order: Tensor
@@ -29,9 +29,9 @@ class Groups(NamedTuple):
 
 
 def route(index: Tensor, experts: int) -> Groups:
-    """index [T, top_k] of any integer type; a number outside of 0..experts - 1 drops its token-expert pair. Nothing
-    waits for the host."""
-    ids = index.reshape(-1).to(torch.int64)  # in 8 bits, `experts` may have no place
+    """Sorts the token-expert pairs of index [T, top_k], of any integer dtype, without a device sync. A number outside
+    0..experts - 1 drops its pair."""
+    ids = index.reshape(-1).to(torch.int64)  # `experts` may not fit into 8 bits
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids).to(torch.int32)
     ids, order = torch.sort(ids, stable=True)
     rows = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
@@ -41,7 +41,7 @@ def route(index: Tensor, experts: int) -> Groups:
 
 
 def _each(groups: Groups) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows), of those that have some. On meta tensors, which have no values, the first has all."""
+    """Yields each expert that has rows, with these rows. On meta tensors, which have no values, the first expert has all."""
     rows, experts = groups.order.numel(), groups.offs.numel() - 1
     offs = [0, *[rows] * experts] if groups.offs.is_meta else groups.offs.tolist()
     for expert, (start, stop) in enumerate(itertools.pairwise(offs)):
@@ -54,7 +54,7 @@ def _tokens(groups: Groups) -> Tensor:
 
 
 def gather_rows(x: Tensor, groups: Groups) -> Tensor:
-    """Returns a token's row of x [T, d] for each token-expert pair, in the experts' order: [R, d]."""
+    """Returns the token's row of x [T, d] for each token-expert pair, in the experts' order: [R, d]."""
     return x[_tokens(groups)]
 
 
@@ -79,8 +79,8 @@ def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, d
 
 
 def _gradients(s, groups, activation, hs, dgu, ds, *, dy, wd, gu=None, x=None, w=None, b=None, added=None):
-    """From gu, or x w^T + b of the rows' tokens, and dy wd of the rows' tokens [+ added]: of one expert after another, so that
-    what is larger than a result is small."""
+    """Returns the weighted h, the gradients of gu and those of s, from gu (or x w^T + b of the rows' tokens) and dy wd of the
+    rows' tokens [+ added]. One expert at a time keeps transients small."""
     R, tokens, N, wide = groups.order.numel(), _tokens(groups), wd.shape[2], wide_of(dy.dtype)
     weighted, grads = dy.new_zeros((R, N)) if hs else None, dy.new_zeros((R, 2 * N)) if dgu else None
     of_rows = dy.new_zeros(R, dtype=wide) if ds else None
@@ -131,9 +131,9 @@ def experts_dw(a, b, groups, precision, out, *, gathered):
         out = a.new_zeros((groups.offs.numel() - 1, a.shape[1], b.shape[1]), dtype=out)
     for expert, rows in _each(groups):
         left, right = (t[tokens[rows]] if gathered == side else t[rows] for side, t in (("a", a), ("b", b)))
-        if add:  # a CPU has no such matmul
+        if add:  # a CPU has no matmul of 16-bit operands that adds to float32
             left, right = left.to(wide_of(a.dtype)), right.to(wide_of(a.dtype))
-        if out.dtype == left.dtype:  # without a result beside it
+        if out.dtype == left.dtype:  # without a temporary
             out[expert].addmm_(left.t(), right)
         else:
             out[expert] += torch.mm(left.t(), right)
@@ -141,7 +141,7 @@ def experts_dw(a, b, groups, precision, out, *, gathered):
 
 
 def experts_sums(a, s, groups, *, gathered):
-    """s: a weight for each token-expert pair, or None."""
+    """Sums each expert's rows of a, weighted by s [T, top_k] unless it is None: [E, N], in the wide type."""
     tokens = _tokens(groups)
     sums = a.new_zeros((groups.offs.numel() - 1, a.shape[1]), dtype=wide_of(a.dtype))
     for expert, rows in _each(groups):

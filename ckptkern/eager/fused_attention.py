@@ -1,4 +1,4 @@
-"""Attention by torch's own kernels: cuDNN's, flash and memory-efficient attention on a GPU."""
+"""Attention by torch's own GPU kernels: cuDNN, flash and memory-efficient attention."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .attention_core import AttentionCore, as_readable, empty_heads, heads_layou
 _aten = torch.ops.aten
 
 
-# From here on neighbouring float32 numbers are more than 1 apart: such an lse has lost log(sum), so backward cannot take
-# probabilities from it, and these rows get no gradient (in the kernels, too: LOWEST_LSE). ABSENT makes exp(s - lse) 0.
+# Below LOWEST_LSE float32 numbers are more than 1 apart: such an lse has lost log(sum), so backward cannot compute
+# probabilities from it, and these rows get no gradient (as in the kernels). ABSENT makes exp(s - lse) 0.
 LOWEST_LSE, ABSENT = -(2.0**24), 2.0**100
-BIAS_ROW = 16  # elements that a bias's rows are filled up to in memory, as torch does for the memory-efficient kernel
+BIAS_ROW = 16  # a bias's rows are padded in memory to a multiple of this, as torch does for the memory-efficient kernel
 
 
 class FusedAttention(NamedTuple):
-    """One of torch's own attention kernels, without dropout.
+    """An attention kernel of torch, without dropout.
 
-    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. groups: may k and v have
-    fewer heads than q? Otherwise these are repeated. Which cores it computes: `ops.attention.core.kernel_order`.
+    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. groups: k and v may have
+    fewer heads than q; otherwise their heads are repeated. `ops.attention.core.kernel_order` says which cores it computes.
     """
 
     forward: Callable[..., tuple]
@@ -34,7 +34,7 @@ class FusedAttention(NamedTuple):
 
 
 def _as_tokens(x: Tensor) -> Tensor:
-    """Heads [B, H, S, D] with a token's heads adjacent in memory, as projections give them."""
+    """Returns x [B, H, S, D] with a token's heads adjacent in memory, as projections return them."""
     return x if x.stride(2) >= x.stride(1) else empty_heads(x).copy_(x)
 
 
@@ -43,8 +43,8 @@ def _is_causal(core: AttentionCore) -> bool:
 
 
 def _filled_bias(q: Tensor, k: Tensor, core: AttentionCore, heads: int = 0) -> Tensor | None:
-    """Returns what the mask adds to the scores [B, heads, Sq, Sk] in q's dtype, expanded; heads 0: as many as the mask has. It
-    hides by a finite number: torch works around cuDNN's -inf, too, and a row of -inf has no softmax."""
+    """Returns the mask as a bias [B, heads, Sq, Sk] in q's dtype, expanded; heads 0: as many as the mask has. Hidden columns
+    get a finite number: torch, too, avoids -inf in cuDNN, and a row of -inf has no softmax."""
     mask = core.mask
     if mask is None:
         return None
@@ -58,7 +58,7 @@ def _filled_bias(q: Tensor, k: Tensor, core: AttentionCore, heads: int = 0) -> T
 
 
 def _without_hidden_rows(o: Tensor, lse: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """Fills rows from which the mask hides everything with o = 0 and lse = -inf, in place: one pass over o."""
+    """Fills rows that the mask hides entirely with o = 0 and lse = -inf, in place: one pass over o."""
     if core.mask is not None:
         seen = core.mask != 0 if core.mask.dtype == torch.int8 else core.mask > -math.inf
         hidden = ~seen.any(-1, keepdim=True)
@@ -68,7 +68,7 @@ def _without_hidden_rows(o: Tensor, lse: Tensor, core: AttentionCore) -> tuple[T
 
 
 def _of_rows_with_gradients(lse: Tensor, core: AttentionCore) -> Tensor:
-    """Returns lse with ABSENT in rows that get no gradient: a mask hides all of them, by -inf or a large finite number."""
+    """Returns lse with ABSENT in rows that get no gradient: the mask hides them entirely, by -inf or a large finite number."""
     return lse if core.mask is None else torch.where(lse < LOWEST_LSE, ABSENT, lse)
 
 
@@ -80,8 +80,8 @@ def _cudnn_fwd(q, k, v, core):
 
 
 def _cudnn_bwd(do, q, k, v, o, lse, core):
-    """torch caches cuDNN's graphs by the layout of q, k, v and the bias alone. A cached graph reads do and o in the layout that
-    they had in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
+    """Computes dq, dk and dv with do and o always in the layout of torch's own calls: torch caches cuDNN's graphs by the
+    layouts of q, k, v and the bias only, and a cached graph reads do and o in the layout of its first call."""
     q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
     bias = _filled_bias(q, k, core)
     no_dropout = lse.new_empty((), dtype=torch.int64)
@@ -106,7 +106,7 @@ def _cudnn_bwd(do, q, k, v, o, lse, core):
 
 
 class Packing(NamedTuple):
-    """Packed sequences as flash attention takes them: int32 boundaries, the longest lengths, and which rows are in none."""
+    """Packed sequences as flash attention takes them: int32 boundaries, longest lengths, and masks of rows in no sequence."""
 
     cu_q: Tensor
     cu_k: Tensor
@@ -117,19 +117,19 @@ class Packing(NamedTuple):
 
 
 def _sequences(cu: Tensor, longest: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns (where each sequence begins and ends, after `longest` rows at most, int32 [2 N]; which rows are in none)."""
+    """Returns each sequence's begin and end, int32 [2 N], at most `longest` rows apart, and a mask of rows in no sequence."""
     boundaries = torch.stack((cu[:-1], torch.minimum(cu[1:], cu[:-1] + longest)), 1).flatten()
     row = torch.arange(rows, dtype=cu.dtype, device=cu.device)
-    # as many sequences have ended as have begun
+    # outside: as many sequences have ended as have begun
     return boundaries, torch.searchsorted(boundaries, row, right=True, out_int32=True) % 2 == 0
 
 
 def _packing(q: Tensor, k: Tensor, core: AttentionCore) -> Packing:
     """Returns the sequences of a packed core, without reading the device.
 
-    Flash attention takes boundaries of adjacent sequences, and sees all of each. Where a sequence may be longer than max_q or
-    max_k, what is beyond becomes a sequence of its own, whose results are dropped. It costs 7 small launches, for other
-    sequences of keys 14, and N - 1 more sequences: in backward 128 rows of dq in float32 each.
+    Flash attention takes boundaries of adjacent sequences and sees all of each. If sequences may be longer than max_q or max_k,
+    their remaining rows become N - 1 further sequences, whose results are dropped. That costs 7 small launches (14 if cu_k
+    differs) and, in backward, 128 float32 rows of dq for each of these sequences.
     """
     T_q, T_k = q.shape[2], k.shape[2]
     max_q, max_k = min(core.max_q, T_q), min(core.max_k, T_k)
@@ -138,14 +138,14 @@ def _packing(q: Tensor, k: Tensor, core: AttentionCore) -> Packing:
         of_k = _sequences(core.cu_k, max_k, T_k)
     whole = (max_q, max_k) == (T_q, T_k)
     cu_q, cu_k = (core.cu_q.contiguous(), core.cu_k.contiguous()) if whole else (of_q[0], of_k[0])
-    max_q = max(max_q, 2)  # with 1 it takes every token for a sequence, to decode
-    max_k = max(max_k, max_q)  # a bound from max_k on is none to it, which is right for so many rows of q
+    max_q = max(max_q, 2)  # 1 means decoding: the kernel then takes every token for a sequence
+    max_k = max(max_k, max_q)  # the kernel ignores window bounds >= max_k, which is right only for max_q <= max_k
     return Packing(cu_q, cu_k, max_q, max_k, of_q[1], of_k[1])
 
 
 def _for_flash(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Packing | None, tuple, dict]:
-    """Returns (packing, cu_q .. max_k, the arguments by name). Flash attention aligns bottom-right, as packed cores do; others
-    with a bound have Sq = Sk."""
+    """Returns the packing, the arguments cu_q .. max_k, and the keyword arguments. Flash attention aligns bottom-right, as
+    packed cores do; other cores with a window have Sq = Sk."""
     packing = None if core.cu_q is None else _packing(q, k, core)
     places = (None, None, q.shape[2], k.shape[2]) if packing is None else packing[:4]
     left, right = (-1 if side is None or _is_causal(core) else min(side, max(places[2:])) for side in core.window)
@@ -153,13 +153,13 @@ def _for_flash(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Packing | Non
 
 
 def _as_rows(x: Tensor, packing: Packing | None) -> Tensor:
-    """[B, H, S, D] -> [B, S, H, D], or [tokens, H, D] of packed sequences."""
+    """Transposes [B, H, S, D] to [B, S, H, D], or to [tokens, H, D] for packed sequences."""
     return x.transpose(1, 2) if packing is None else x[0].transpose(0, 1)
 
 
 def _as_heads(x: Tensor, outside: Tensor | None) -> Tensor:
-    """Undoes `_as_rows` of a new tensor, in place, since a view would be copied (`as_heads`). Rows of no sequence become zeros,
-    because flash attention writes nothing there: one pass over x, 0.1 ms for 16,384 tokens of 32 heads of 128 at 3 TB/s."""
+    """Undoes `_as_rows` in place, since `as_heads` would copy a view. Rows in no sequence, which flash attention does not
+    write, become zeros: one pass over x, 0.1 ms for 16,384 tokens of 32 heads of 128 at 3 TB/s."""
     if outside is not None:
         x.masked_fill_(outside[:, None, None], 0).unsqueeze_(0)
     return x.transpose_(1, 2)
@@ -185,7 +185,7 @@ def _flash_bwd(do, q, k, v, o, lse, core):
     return tuple(map(_as_heads, grads, outside))
 
 
-LSE_ROWS = 32  # what the memory-efficient kernel fills lse up to, with inf
+LSE_ROWS = 32  # the memory-efficient kernel pads lse with inf to a multiple of this
 
 
 def _efficient_fwd(q, k, v, core):
@@ -197,7 +197,7 @@ def _efficient_fwd(q, k, v, core):
 
 
 def _efficient_bwd(do, q, k, v, o, lse, core):
-    """Gives o and do as [B, S, H, D] in memory, which the kernel takes them for."""
+    """Computes dq, dk and dv with o and do in memory as [B, S, H, D], the layout that the kernel assumes."""
     bias = _filled_bias(q, k, core, q.shape[1])
     lse, missing = _of_rows_with_gradients(lse, core), -q.shape[2] % LSE_ROWS
     lse = F.pad(lse, (0, missing), value=math.inf) if missing else lse
@@ -233,13 +233,13 @@ FUSED = {
     "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd, groups=True),
     "flash": FusedAttention(_flash_fwd, _flash_bwd, groups=True),
     "efficient": FusedAttention(_efficient_fwd, _efficient_bwd, groups=False),
-    # of tensors on the meta device, where only what is allocated counts
+    # for meta tensors, of which only the allocated memory matters
     "cpu": FusedAttention(_cpu_fwd, _cpu_bwd, groups=False),
 }
 
 
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) by the kernel that `core.fused` names."""
+    """Computes o and lse by the kernel that `core.fused` names."""
     kernel = FUSED[core.fused]
     q, k, v = map(as_readable, (q, k, v))
     if not kernel.groups:
@@ -248,7 +248,7 @@ def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by the kernel that `core.fused` names, which reads o instead of delta."""
+    """Computes dq, dk and dv by the kernel that `core.fused` names, which reads o instead of delta."""
     kernel, H_kv = FUSED[core.fused], k.shape[1]
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
     if not kernel.groups:

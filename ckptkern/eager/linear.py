@@ -1,4 +1,4 @@
-"""Linear + activation [+ dropout]: the reference implementations of triton_kernels/linear.py, a matmul and then elementwise
+"""Linear + activation [+ dropout]: the reference implementations of triton_kernels/linear.py, a matmul followed by elementwise
 launchers. z = x w^T + b is rounded."""
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from .elementwise import ACTIVATIONS, NO_DROPOUT, act_bwd, act_fwd, apply_dropou
 
 @functools.cache
 def upcasts(dtype: torch.dtype) -> bool:
-    """Does a CPU multiply this 16-bit type sooner through float32 copies? It does where oneDNN has no matmul of it: float16 on
-    an EPYC of the Zen 4 kind takes 12 ms for [2048, 512] x [512, 512], and 57 to 377 by torch's own matmul."""
+    """Returns whether a CPU's matmul of this 16-bit dtype is faster through float32 copies: where oneDNN does not support it.
+    On a Zen 4 EPYC float16 [2048, 512] x [512, 512] takes 12 ms so, and 57 to 377 ms by torch's own matmul."""
     asked = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}.get(dtype)
     return asked is not None and torch.backends.mkldnn.is_available() and not getattr(torch.ops.mkldnn, asked)()
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """x w^T + b for x [M, K], w [N, K], b [N] or None; written to `out`, if there is one.
+    """Computes x w^T + b for x [M, K], w [N, K], b [N] or None, into `out` if passed.
 
-    A keyword costs a tenth of a small matmul's host time, out=None too.
+    A keyword argument, even out=None, costs a tenth of a small matmul's host time.
     """
     if x.dtype is not torch.float32 and x.is_cpu and upcasts(x.dtype):
         result = linear(x.float(), w.float(), None if b is None else b.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
     if out is None:
-        return F.linear(x, w, b)  # addmm of w.t(), whose view costs more as an object of Python
+        return F.linear(x, w, b)  # addmm of w.t() without the Python object of that view
     return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """a b, written to `out`, or added to what it holds."""
+    """Computes a b, written to `out` or, if `add`, added to it."""
     if a.dtype is not torch.float32 and a.is_cpu and upcasts(a.dtype):
         result = torch.mm(a.float(), b.float())
         if out is None:
@@ -55,10 +55,10 @@ def hidden_grad(dh, z, activation, *, save_h=False, db=False, over=False, h_over
 
 
 class LinearSteps:
-    """Launchers with an epilogue as a matmul and elementwise launchers after it, which a subclass has: of this backend, or
-    kernels."""
+    """Launchers with an epilogue, each as a matmul followed by elementwise launchers. Subclasses define these, in PyTorch ops
+    or as kernels."""
 
-    recomputes_relu = False  # in place of z, which backward would read
+    recomputes_relu = False  # backward reads relu(z) instead of z
 
     def relu(self, x, w, b):
         return self.act_fwd(self.linear(x, w, b), None, "relu")
@@ -86,7 +86,7 @@ class LinearSteps:
         return self.hidden_grads(self.hidden_grad, dy, w, (z, activation), dropout, row_base, **wanted)
 
     def hidden_grads(self, launcher, dy, w, saved, dropout, row_base, **wanted):
-        """Returns what an elementwise launcher gives of dh = dropout(dy w), over which it writes, with h behind the dropout."""
+        """Calls an elementwise launcher on dh = dropout(dy w), which it overwrites, and applies dropout to the h it returns."""
         if dropout[0] is None:
             return launcher(self.mm(dy, w), *saved, over=True, **wanted)
         grads = launcher(self.apply_dropout(self.mm(dy, w), dropout, row_base), *saved, over=True, **wanted)
@@ -94,7 +94,7 @@ class LinearSteps:
 
 
 class Eager(LinearSteps):
-    """The steps in PyTorch ops."""
+    """LinearSteps in PyTorch ops."""
 
     linear, mm, apply_dropout = staticmethod(linear), staticmethod(mm), staticmethod(apply_dropout)
     act_fwd, act_bwd, relu_bits = staticmethod(act_fwd), staticmethod(act_bwd), staticmethod(relu_bits)

@@ -8,7 +8,7 @@ from .linear import Eager, LinearSteps
 
 
 def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):
-    """g and u are not overwritten here."""
+    """Computes the gradients of g and u, and h; g and u are not overwritten here."""
     a = act(g, activation)
     h = a * u if save_h else None
     du = dh * a if a is g else a.mul_(dh)
@@ -17,7 +17,7 @@ def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False
 
 
 class Steps(LinearSteps):
-    """LinearSteps, and the launchers of MLPs likewise."""
+    """LinearSteps with the launchers of MLPs."""
 
     def mlp_bwd(
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False

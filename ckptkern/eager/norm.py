@@ -12,14 +12,14 @@ _aten = torch.ops.aten
 
 
 def upcast(x: Tensor | None, like: Tensor) -> Tensor | None:
-    """x in the dtype that `like` is computed in."""
+    """Casts x to the dtype in which `like` is computed: float32, or float64 for float64."""
     return None if x is None else x.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweight: bool):
-    """dx and dweight of x rsqrt(mean(x^2) + eps) weight over the last dimension, all in one wide dtype.
+    """Computes dx and dweight of x rsqrt(mean(x^2) + eps) weight over the last dimension, all in one wide dtype.
 
-    weight: of the last dimension or of the last two.
+    weight has the shape of the last dimension or of the last two.
     """
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     h = x * r

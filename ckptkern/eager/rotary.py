@@ -1,4 +1,4 @@
-"""q and k as attention reads them, norm and rotation done: the reference implementations of triton_kernels/rotary.py."""
+"""Norm and rotary embedding of q and k: the reference implementations of triton_kernels/rotary.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .norm import rms_bwd, upcast
 
 
 def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the two elements that turn together, each [..., R/2]."""
+    """Returns views of the two elements of each rotated pair, each [..., R/2]."""
     return (x[..., 0:R:2], x[..., 1:R:2]) if interleaved else (x[..., : R // 2], x[..., R // 2 : R])
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """x [B, S, H, D], the first R dimensions rotated by the angles cos, sin [S, R] or [B, S, R], or rotated back."""
+    """Rotates the first R dimensions of x [B, S, H, D] by cos, sin [S, R] or [B, S, R]; `back`: by the opposite angles."""
     R = cos.shape[-1]
-    cos, sin = (upcast(one, x).unsqueeze(-2) for one in (cos, sin))
+    cos, sin = (upcast(table, x).unsqueeze(-2) for table in (cos, sin))
     (a, b), (sin_a, sin_b), y = _pairs(x, R, interleaved), _pairs(sin, R, interleaved), x.clone()
     y[..., :R].mul_(cos)
     y_a, y_b = _pairs(y, R, interleaved)

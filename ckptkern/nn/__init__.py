@@ -1,7 +1,8 @@
-"""Defines drop-in modules with the constructor, parameter names, layout and initialisation of torch.nn's class of the same
-name, and a few that have none there: MLP, GatedMLP, LinearStack, LayerStack, Experts and Llama's layers.
+"""Drop-in modules with the constructor, parameter names, layout and initialisation of the torch.nn class of the same name, and
+modules that torch.nn lacks: MLP, GatedMLP, LinearStack, LayerStack, Experts and Llama's layers.
 
-A layer's argument `recompute` is the recompute mode of the op that it calls.
+`recompute` and `workspace` are arguments of the op that a module calls. If a submodule or weight is modified (another type such
+as LoRA, hooks, a parametrised, quantised or sharded weight), a module calls its submodules as one activation checkpoint.
 """
 
 from ..ops.attention.rotary import rotary_tables

@@ -1,4 +1,4 @@
-"""Which activation of ckptkern a function or a module is."""
+"""Recognises which activation of ckptkern a function or a module computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Activation = str | Callable[[Tensor], Tensor]
 
 
 def named(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of torch's own function or module, or None."""
+    """Returns ckptkern's name for an activation function or module of torch, or None."""
     for name, entry in eager.ACTIVATIONS.items():
         for known in entry.torchs:
             if activation is known:
@@ -34,10 +34,10 @@ def _same(ours: Tensor, theirs: Any) -> bool:
 
 
 def recognised(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the activation that this computes, or None: torch's own by name, another by its numbers.
+    """Returns the name of the activation that a function or module computes, or None.
 
-    It must agree in values and slopes at 840 points between -100 and 100, and have nothing to train, no buffer and no
-    hook. Its parts are read now: what a closure changes later is not seen.
+    Other functions than torch's must agree in values and slopes at 840 points between -100 and 100. Modules must have no
+    parameters, buffers or hooks. Later changes, as of a variable in a closure, are not seen.
     """
     if (name := named(activation)) is not None or not callable(activation):
         return name
@@ -53,9 +53,9 @@ def recognised(activation: Callable[[Tensor], Tensor]) -> str | None:
         try:
             trained = activation(z.clone()).requires_grad
             leaf = z.clone().requires_grad_()
-            y = activation(leaf * 1)  # not the leaf itself, for one that works in place
+            y = activation(leaf * 1)  # not the leaf itself: the function may work in place
             (slope,) = torch.autograd.grad(y.sum(), leaf)
-        except Exception:  # it takes no tensor of numbers, or returns none
+        except Exception:  # the function is not one of a tensor
             return None
         for name, entry in eager.ACTIVATIONS.items():
             if not trained and _same(entry.act(z), y.detach()) and _same(entry.grad(torch.ones_like(z), z), slope):
@@ -64,7 +64,7 @@ def recognised(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def activation_of(op: str, activation: Activation) -> str:
-    """A name as it is, for its check; the name of a function or module. Raises ValueError if it computes none of ours."""
+    """Returns the name of an activation function or module; a name unchanged. Raises ValueError if it is not recognised."""
     if isinstance(activation, str) or not callable(activation):
         return activation
     name = recognised(activation)

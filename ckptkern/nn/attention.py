@@ -18,25 +18,22 @@ from .unmodified import composed, dense
 
 
 def _is_causal_bias(attn_mask: Tensor | None) -> bool:
-    """Is it a CausalBias of torch, whose memory is uninitialised?"""
+    """Returns whether the mask is torch's CausalBias, whose memory is uninitialised."""
     return attn_mask is not None and type(attn_mask) not in PLAIN and hasattr(attn_mask, "variant")
 
 
 class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
-    """Replaces torch.nn.MultiheadAttention, with the same arguments, parameters and results in training and evaluation.
+    """Replaces torch.nn.MultiheadAttention.
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
 
-    query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights)
-    attn_mask [L, S] or [B H, L, S], key_padding_mask [B, S] or [S]: True = hidden; floating point masks are added, and may be
-    trained. attn_mask may be a CausalBias of torch.nn.attention.bias, whose uninitialised memory torch's module would read.
+    query [L, B, E] ([B, L, E] with batch_first, [L, E] unbatched), key [S, B, kdim], value [S, B, vdim] -> (y, weights).
+    attn_mask [L, S], [B H, L, S] or torch's CausalBias, key_padding_mask [B, S] or [S]: True = hidden; floating point masks are
+    added and may be trained. A query whose keys are all hidden gives o = 0.
 
-    Without need_weights, self-attention and cross-attention (key is value) are one ckptkern.attention_block in mode
-    `recompute` and within `workspace`. A query whose keys are all hidden gives o = 0 there, as in torch. All other calls run
-    torch's forward as one ckptkern.checkpoint, which saves the inputs: need_weights=True, the default (pass False if you do
-    not need the weights), other values than keys, add_bias_kv, add_zero_attn, parametrised weights, nested tensors, which
-    torch takes for inference only, tensors with their own dispatch (DTensor), and wrong arguments, for which torch raises its
-    own error.
+    With need_weights=False and key and value the same tensor, the module is one ckptkern.attention_block (see its options).
+    Other calls, also with add_bias_kv, add_zero_attn or nested tensors, run torch's forward as one ckptkern.checkpoint.
+    is_causal: says that attn_mask is the causal mask, which the op then does not read.
     """
 
     torch_class = torch.nn.MultiheadAttention
@@ -66,7 +63,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
 
     @property
     def dropout_p(self) -> float:
-        """Returns the dropout probability now: 0 in evaluation."""
+        """Returns the dropout probability; 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
     def swapped(self, x: Tensor) -> Tensor:
@@ -81,7 +78,8 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         is_causal: bool,
     ) -> bool:
-        """Does ckptkern.attention_block compute the output, with keys and values of memory? Not if torch raises an error."""
+        """Returns whether ckptkern.attention_block computes this call, memory being key and value; False if torch would
+        raise."""
         masks, tensors = (key_padding_mask, attn_mask), (query, memory)
         if any(not isinstance(x, Tensor) or x.is_nested for x in tensors):
             return False
@@ -110,7 +108,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         B = query.shape[1 - rows] if batched else 1
         L, S = (x.shape[rows] * ranks_of_rows() for x in tensors)
         shapes = ((B, S) if batched else (S,),), ((L, S), (B * self.num_heads, L, S))
-        # no gradient is formed of a key_padding_mask, and of a mask that the is_causal hint stands for
+        # the op computes no gradient of a key_padding_mask, nor of an attn_mask that is_causal replaces
         unread = torch.is_grad_enabled(), torch.is_grad_enabled() and is_causal
         for mask, of_mask, is_unread in zip(masks, shapes, unread, strict=True):
             if mask is None:
@@ -128,8 +126,8 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     def block_arguments(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> dict[str, object]:
-        """Returns the arguments of ckptkern.attention_block that this module stands for, besides query [B, L, E]. With the
-        is_causal hint attn_mask must be the causal mask and is not read."""
+        """Returns the arguments of ckptkern.attention_block for this module, except the query [B, L, E]. With is_causal,
+        attn_mask must be the causal mask and is not read."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -162,11 +160,10 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns (y, weights or None). weights: [B, L, S] averaged over heads, or [B, H, L, S]; without B if
-        unbatched.
+        """Returns y and, with need_weights, the weights: [B, L, S] averaged over heads or [B, H, L, S], without B if unbatched.
 
-        is_causal: says that attn_mask is the causal mask; it is then read only if weights are needed. (torch also reads
-        it if there is a key_padding_mask, so a wrong hint changes this module's result but not torch's.)
+        is_causal: the caller's hint that attn_mask is the causal mask, which is then read only if weights are needed. torch
+        also reads attn_mask if there is a key_padding_mask, so a wrong hint may give another result than torch's.
         """
         masks = attn_mask, key_padding_mask, is_causal
         if not need_weights and key is value and self.covers(query, key, *masks):

@@ -1,4 +1,4 @@
-"""Defines the LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never held."""
+"""The LM head and its loss: the last linear layer and the cross-entropy of its logits, which are never stored."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ TORCHS = ("reduction", "ignore_index", "label_smoothing")
 
 
 class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
-    """Computes the cross-entropy of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
+    """Replaces torch.nn.LinearCrossEntropyLoss: the cross-entropy of logits = linear(input), without logits in memory.
 
-    input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
-    is float32. Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes] if `bias`.
+    input [..., in_features]; target int64 [...] of classes or probabilities [..., num_classes]; the loss is float32.
+    Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes].
 
-    in_features ... label_smoothing: torch's. With out_features, (d_1, ...), input is [N, in_features], target [N, d_1, ...],
-    and logits are held. options: torch's options of chunking, which must be None; use `workspace` instead.
-    linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
-    logit_scale, softcap, z_loss, recompute, workspace: as in ckptkern.linear_cross_entropy.
-    return_lse ... top_k: its, too; with one of them forward returns a NamedTuple of the loss and these.
+    out_features: as in torch; logits are then computed whole. options: must be None; `workspace` replaces torch's chunking.
+    linear_weight: a Parameter that becomes linear.weight, such as a tied embedding.
 
-    If `linear` is another module (LoRA), has hooks, or a weight that is not plain memory, the module calls it, and
-    backward recomputes the logits, as an activation checkpoint does.
+    See ckptkern.linear_cross_entropy for the other options. With return_lse ... top_k, forward returns a NamedTuple.
     """
 
     torch_class = TORCH_CLASS
@@ -138,7 +134,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
 
 
 def tied(weight: torch.nn.Parameter, shape: tuple[int, int], bias: bool) -> torch.nn.Linear:
-    """Returns a linear layer of another module's weight, without memory for one of its own."""
+    """Returns a linear layer with another module's weight, without allocating a weight."""
     if not isinstance(weight, torch.nn.Parameter) or tuple(weight.shape) != shape:
         came = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {came}")

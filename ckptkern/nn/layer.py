@@ -1,5 +1,5 @@
-"""Defines what all layers share: the options of the op that a layer calls, and `from_torch`; and the least of them, Dropout,
-which saves 16 bytes for backward instead of a mask."""
+"""The base class of layers, with the options of the op that a layer calls and `from_torch`; and Dropout, which saves 16 bytes
+for backward instead of a mask."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Own = TypeVar("Own", bound="Layer")
 
 
 def check_counts(op: str, least: int = 1, **counts: int | None) -> None:
-    """Raises ValueError for what is no integer of at least `least`. None stands for a default."""
+    """Raises ValueError for a count that is not an integer of at least `least`. None stands for a default."""
     for name, count in counts.items():
         if count is not None:
             check_count(op, name, count, least)
 
 
 def weights(module: torch.nn.Module, **layers: str) -> dict[str, Tensor | None]:
-    """Returns {role}_weight and {role}_bias of its linear layers. layers: their names, by role."""
+    """Returns {role}_weight and {role}_bias of the module's linear layers. layers: their names by role."""
     linear = {role: getattr(module, name) for role, name in layers.items()}
     return {f"{role}_{kind}": getattr(layer, kind) for role, layer in linear.items() for kind in ("weight", "bias")}
 
 
 class Layer(torch.nn.Module):
-    """Holds the options of an op as attributes, and shows them in its repr.
+    """A module with the options of an op as attributes, which its repr shows.
 
-    torch_class: what `from_torch` takes. shown: names of attributes. has_sublayers: may recompute be a pair of modes?
+    torch_class: the class that `from_torch` takes. shown: attributes in the repr. has_sublayers: recompute may be a pair.
     """
 
     torch_class: type[torch.nn.Module] | None = None
@@ -49,7 +49,7 @@ class Layer(torch.nn.Module):
     )
 
     def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
-        """Checks options and makes attributes of them."""
+        """Checks options and sets them as attributes."""
         op = type(self).__name__
         for mode in modes_of_sublayers(op, recompute) if self.has_sublayers else (recompute,):
             check_options(op, own.get("activation", "identity"), mode, own.get("dropout", 0.0))
@@ -58,19 +58,19 @@ class Layer(torch.nn.Module):
 
     @property
     def modes(self) -> dict[str, Any]:
-        """Returns the arguments of any op: recompute and workspace."""
+        """Returns the arguments recompute and workspace of any op."""
         return {"recompute": self.recompute, "workspace": self.workspace}
 
     @classmethod
     def from_torch(cls: type[Own], module: torch.nn.Module, *options: Any, **named: Any) -> Own:
         """Returns a drop-in replacement of torch's `module` that shares its parameters, buffers, hooks and settings.
 
-        options: those of this class that torch's has not, such as recompute. Raises TypeError for another class and for a
-        module with a forward of its own. ckptkern.convert replaces layers of other classes.
+        options: this class's own, such as recompute. Raises TypeError for another class, and for a module with a forward set on
+        the instance.
         """
         op, kind = cls.__name__, type(module)
         if cls.torch_class is None:
-            raise TypeError(f"{op}: there is no such module in this torch; use ckptkern.convert")
+            raise TypeError(f"{op}: torch.nn has no class of this name; use ckptkern.convert")
         if kind not in (cls.torch_class, cls):
             raise TypeError(f"{op}: module must be a torch.nn.{cls.torch_class.__name__}, not {kind.__name__}")
         if "forward" in module.__dict__:
@@ -85,7 +85,7 @@ class Layer(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))
 
     def __prepare_scriptable__(self):
-        """Raises an error: torch.jit.script calls it for every module of a model."""
+        """Raises NotImplementedError; torch.jit.script calls this method of every module."""
         raise NotImplementedError(
             f"torch.jit.script: {type(self).__name__} is a layer of ckptkern.nn, which cannot be scripted. Use torch.compile "
             "or torch.export, or torch's own layer"
@@ -99,7 +99,7 @@ class Dropout(Layer, torch.nn.Dropout):
     shown = ("p", "inplace")
 
     def set_options(self) -> None:  # type: ignore[override]
-        """There are none."""
+        """Takes no options."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.p < 0.0 or self.p > 1.0:

@@ -1,4 +1,4 @@
-"""Defines a decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one region."""
+"""A decoder layer of the Llama family: RMSNorm, rotary grouped-query attention and SwiGLU as one region."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
 
 
 class LlamaAttention(Layer):
-    """Computes causal self-attention with grouped heads, rotary positions and optional RMS norms of every head's q and
-    k.
+    """Computes causal self-attention with grouped heads, rotary embedding and optional RMS norms of each head's q and k.
 
-    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D]; with `bias`
-    also their biases, with `qk_norm` also q_norm.weight and k_norm.weight [D]. The weights are never concatenated.
-    rope_theta None: only tables passed to forward rotate q and k. recompute, workspace and the rest: see
-    ckptkern.attention_block.
+    Parameters: q_proj.weight [H D, d], k_proj.weight and v_proj.weight [H_kv D, d], o_proj.weight [d, H D], their biases,
+    q_norm.weight and k_norm.weight [D]. num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads.
+    rope_theta: None if forward gets tables. See ckptkern.attention_block for the other options.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class LlamaAttention(Layer):
             setattr(self, name, torch.nn.RMSNorm(head_dim, norm_eps, device=device, dtype=dtype) if qk_norm else None)
 
     def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
-        """Returns the arguments of ckptkern.attention_block that this module stands for if it is unmodified."""
+        """Returns the arguments of ckptkern.attention_block for an unmodified module."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         biases = [projection.bias for projection in projections]
         norms = {}
@@ -101,7 +99,7 @@ class LlamaAttention(Layer):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> dict[str, Any]:
-        """Returns the part of block_arguments that reads no submodule."""
+        """Returns the arguments in block_arguments that do not depend on submodules."""
         return {
             "rotary": self.rope_theta if rotary is None else rotary,
             "is_causal": is_causal,
@@ -114,17 +112,17 @@ class LlamaAttention(Layer):
         }
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """Maps x [B, S, d] -> [B, S, d]. masks: as in LlamaDecoderLayer.forward."""
+        """Maps x [B, S, d] to y [B, S, d]. rotary, masks: as in LlamaDecoderLayer.forward."""
         if not self.is_unmodified():
             return composed(self._composed, x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), **self.modes)
 
     def is_unmodified(self) -> bool:
-        """Do its parameters alone determine what it computes?"""
+        """Returns whether the parameters alone determine the result."""
         norms = q_norm, k_norm = self.q_norm, self.k_norm
         if not unmodified(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             return False
-        # the op has one eps for both norms, and takes a missing weight for a missing norm
+        # the op has one eps for both norms, and applies none if the weight is None
         return norms == (None, None) or (
             unmodified(torch.nn.RMSNorm, *norms)
             and q_norm.eps == k_norm.eps
@@ -166,19 +164,14 @@ class LlamaAttention(Layer):
 
 
 class LlamaDecoderLayer(Layer):
-    """Computes x + attention(rms(x)), then + SwiGLU(rms(...)), as ONE region, with the parameter names of Hugging
-    Face's Llama.
+    """Computes h = x + attention(rms(x)), y = h + SwiGLU(rms(h)) as one region, with Hugging Face Llama's parameter names.
 
         input_layernorm.weight; self_attn.{q,k,v,o}_proj.weight [, .bias] [, self_attn.{q,k}_norm.weight]
         post_attention_layernorm.weight; mlp.{gate,up,down}_proj.weight [, .bias]
 
-    num_kv_heads defaults to num_heads, head_dim to hidden_size / num_heads, intermediate_size to 4 hidden_size.
-    qk_norm: RMS norms of q and k as in Qwen3; rope_theta None: only tables passed to forward rotate q and k. dropout of
-    the attention weights, resid_dropout of both branches: replayed from 16 bytes each. recompute (a recompute mode, or
-    a pair of recompute modes for attention and MLP), workspace: see ckptkern.transformer_layer. The q, k and v weights
-    are never concatenated. If a submodule is of another type (LoRA, another norm), has hooks or a weight that is not
-    plain memory (parametrised, quantised, sharded), the layer calls its submodules inside one ckptkern.checkpoint, and
-    saves x as recompute="full" does.
+    intermediate_size defaults to 4 hidden_size; heads, qk_norm (Qwen3) and rope_theta are those of LlamaAttention.
+    dropout: of attention weights. resid_dropout: of both branches.
+    recompute: a mode, or a pair for attention and MLP: see ckptkern.transformer_layer.
     """
 
     has_sublayers = True
@@ -231,20 +224,18 @@ class LlamaDecoderLayer(Layer):
         self.mlp = GatedMLP(hidden_size, hidden, activation=activation, bias=mlp_bias, recompute=of_mlp, **factory)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """Maps x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
+        """Maps x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] to y of the same shape.
 
-        rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once.
-        Without it the layer computes the tables from rope_theta and the positions 0, 1, ..., recomputes them in
-        backward, and saves none.
-        masks: attn_mask (bool, True = visible, or additive), key_padding_mask [B, S] (True = hidden), is_causal (by default
-        True), window_size, cu_seqlens and max_seqlen. Raises as ckptkern.transformer_layer does.
+        rotary: (cos, sin) of rotary_tables; layers that share the tables save them once. Without it each pass computes them.
+        masks: attn_mask (bool, True = visible, or additive), key_padding_mask [B, S] (True = hidden), is_causal (default
+        True), window_size, cu_seqlens, max_seqlen.
         """
         if not self.is_unmodified():
             return composed(self._composed, x, rotary, **masks)
         return ops.transformer_layer(x, **self.layer_arguments(x, rotary, **masks), **self.modes)
 
     def is_unmodified(self) -> bool:
-        """Do its parameters alone determine what it computes?"""
+        """Returns whether the parameters alone determine the result."""
         return (
             unmodified(torch.nn.RMSNorm, self.input_layernorm, self.post_attention_layernorm)
             and unmodified((LlamaAttention, GatedMLP), self.self_attn, self.mlp)
@@ -253,7 +244,7 @@ class LlamaDecoderLayer(Layer):
         )
 
     def layer_arguments(self, x: Tensor, *rotary: Any, **masks: Any) -> dict[str, dict[str, Any]]:
-        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
+        """Returns the arguments of ckptkern.transformer_layer for an unmodified layer."""
         drop, mlp = self.resid_dropout if self.training else 0.0, self.mlp
 
         def normed(sublayer: dict[str, Any], norm: torch.nn.RMSNorm) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""Defines Linear with an activation in its epilogue, and stacks of them that are one region; MLP and gated MLP blocks that save
-their input and recompute the hidden layer in backward; and the experts of an MoE layer, without the router: gated MLPs whose
-weights are stacked."""
+"""Linear with an activation, stacks of such layers, MLPs, gated MLPs, and the experts of an MoE layer, without the router:
+gated MLPs with stacked weights."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from .unmodified import composed, dense, unmodified
 
 
 class Linear(Layer, torch.nn.Linear):
-    """Computes y = act(x weight^T + bias): torch.nn.Linear and, with `activation`, the activation after it as one op.
+    """Computes y = act(x weight^T + bias), torch.nn.Linear with an activation, as one op.
 
-    activation: None ("identity"), a name in ckptkern.ACTIVATIONS, or a function or module that computes one of them, such as
-    F.silu or nn.GELU(), which is recognised at construction. recompute: see ckptkern.linear_act.
-    x [..., in_features] -> [..., out_features]; weight [out_features, in_features], bias [out_features].
+    x [..., in_features] -> y [..., out_features].
+    activation: None for identity, a name in ckptkern.ACTIVATIONS, or a function or module that computes one of these, such as
+    F.silu or nn.GELU(). See ckptkern.linear_act for recompute.
     """
 
     torch_class = torch.nn.Linear
@@ -62,12 +61,9 @@ class Linear(Layer, torch.nn.Linear):
 
 
 class LinearStack(Layer):
-    """Runs k Linear + activation layers of the given widths as ONE region that saves only its input.
+    """Runs k Linear + activation layers as one region: see ckptkern.linear_stack.
 
-    features: k + 1 widths, input first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
-    activation: as Linear's. workspace: bytes of transient memory in each pass. recompute: see ckptkern.linear_stack.
-    If a layer is of another type (LoRA), has hooks or a weight that is no plain memory, all layers are called, as one
-    ckptkern.checkpoint.
+    features: k + 1 widths, the input's first. Parameters: layers.0.weight, layers.0.bias, layers.1.weight, ...
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class LinearStack(Layer):
 
 
 class _FeedForward(Layer):
-    """Holds two or three linear layers, an activation and a dropout probability. layers: names, by their role in an op."""
+    """Two or three linear layers, an activation and a dropout probability. layers: names of submodules by role."""
 
     layers: ClassVar[dict[str, str]]
 
@@ -138,11 +134,11 @@ class _FeedForward(Layer):
             setattr(self, name, torch.nn.Linear(*sizes, bias, device, dtype))
 
     def block_arguments(self) -> dict[str, Tensor | None]:
-        """Returns its parameters as arguments of ckptkern.mlp_block."""
+        """Returns the parameters as arguments of ckptkern.mlp_block."""
         return weights(self, **self.layers)
 
     def is_unmodified(self) -> bool:
-        """Do its parameters alone determine what it computes?"""
+        """Returns whether the parameters alone determine the result."""
         return unmodified(torch.nn.Linear, *(getattr(self, name) for name in self.layers.values()))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -162,14 +158,9 @@ class _FeedForward(Layer):
 
 
 class MLP(_FeedForward):
-    """Computes y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two
-    nn.Linear.
+    """Computes y = fc2(dropout(act(fc1(x)))), where fc1 and fc2 are nn.Linear: see ckptkern.mlp.
 
-    hidden_features defaults to 4 in_features, out_features to in_features. dropout is a probability.
-    activation: as Linear's, a name, function or module.
-    recompute, workspace: see ckptkern.mlp. If fc1 or fc2 is of another type (LoRA), has hooks or a weight that is not
-    plain memory (parametrised, quantised, sharded), the module calls both inside one ckptkern.checkpoint, which saves
-    the input.
+    hidden_features defaults to 4 in_features, out_features to in_features.
     """
 
     layers: ClassVar = {"up": "fc1", "down": "fc2"}
@@ -178,12 +169,7 @@ class MLP(_FeedForward):
 
 
 class GatedMLP(_FeedForward):
-    """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging
-    Face's Llama.
-
-    recompute, workspace: see ckptkern.gated_mlp. If a layer is not an unmodified nn.Linear, the module calls all
-    layers, as in MLP.
-    """
+    """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))), Llama's SwiGLU: see ckptkern.gated_mlp."""
 
     layers: ClassVar = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     gate_proj: torch.nn.Linear
@@ -210,13 +196,10 @@ class GatedMLP(_FeedForward):
 
 
 class Experts(Layer):
-    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]: see ckptkern.moe_mlp.
+    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]) with e = top_k_index[t, j]: see ckptkern.moe_mlp.
 
-    Parameters: gate_up_proj [num_experts, 2 hidden_features, in_features], down_proj [num_experts, in_features,
-    hidden_features] and, with bias, gate_up_proj_bias and down_proj_bias: names and layout of transformers 5. Each matrix is
-    initialised as nn.Linear's.
-
-    activation: as Linear's, a name, function or module. recompute, workspace: see ckptkern.moe_mlp.
+    Parameters, as in transformers 5: gate_up_proj [num_experts, 2 hidden_features, in_features], down_proj [num_experts,
+    in_features, hidden_features], gate_up_proj_bias, down_proj_bias.
     """
 
     def __init__(

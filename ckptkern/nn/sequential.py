@@ -1,4 +1,4 @@
-"""Defines Sequential and LayerStack: lists of layers, cut into checkpointed regions."""
+"""Sequential and LayerStack: lists of layers in checkpointed regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .layer import Layer
 
 
 class _Layers(Layer):
-    """A list of layers, whose slices have its options, too. options: those of `ckptkern.checkpoint`."""
+    """A list of layers; its slices have its options. options: those of `ckptkern.checkpoint`."""
 
     def set_options(self, options: dict[str, Any], **own: Any) -> None:  # type: ignore[override]
         for name in options.keys() - sequential.OPTIONS:
@@ -34,12 +34,9 @@ class _Layers(Layer):
 
 
 class Sequential(_Layers, torch.nn.Sequential):
-    """Runs torch.nn.Sequential in segments, whose intermediate tensors backward recomputes.
+    """Runs a torch.nn.Sequential in segments, each an activation checkpoint.
 
-    segments: as in `ckptkern.segments.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
-    options: those of `ckptkern.checkpoint`. For a bound in bytes, the first forward pass for each input shape, dtype,
-    autocast dtype and training flag measures the layers on fake tensors. Parameters and `state_dict` are those of
-    torch.nn.Sequential; without gradients torch's forward runs.
+    segments: as in `ckptkern.checkpoint_sequential`. options: those of `ckptkern.checkpoint`.
     """
 
     torch_class = torch.nn.Sequential
@@ -67,7 +64,7 @@ class Sequential(_Layers, torch.nn.Sequential):
 
 
 def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *args: Any) -> Tensor:
-    """x through the layers, each in its own mode, also inside a segment."""
+    """Runs x through the layers, each in its own recompute mode, also inside a segment."""
     with nullcontext() if torch.compiler.is_compiling() else own_modes():  # compiled, ops keep to their modes anyway
         for layer in layers:
             x = layer(x, *args, **kwargs)
@@ -80,20 +77,15 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
 
 
 class LayerStack(_Layers, torch.nn.ModuleList):
-    """Runs layers with equal shapes of input and output, `every` k of them as one segment. Use it when the saved inputs
-    of layers dominate (16 GiB for a Llama 8B at 64k tokens).
+    """Runs a list of layers, each group of `every` layers as one activation checkpoint.
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 
-    Saved for backward: the input of each group of k layers, and `args` and `kwargs` once. Backward recomputes one group
-    at a time, in which each layer saves what its own mode saves ("selective": x, o and lse). This saves k times fewer
-    inputs, for one more forward pass of all groups but the last, whose backward comes first and whose layers save as
-    usual.
-    every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
+    Saved for backward: the input of each group, and `args` and `kwargs` once. Backward recomputes one group at a time, whose
+    layers save what their own modes save: one more forward of all groups but the last.
+    options: those of `ckptkern.checkpoint`.
 
-    A torch.nn.ModuleList with a forward, and its `state_dict`. Without gradients the layers run as they are. Raises TypeError
-    if a layer returns no tensor. A model that calls the layers one by one, as those of transformers do, does not call the
-    stack: it warns then, and `ckptkern.convert(model, ..., every=k)` groups them.
+    The stack warns if a model calls its layers one by one, as in transformers: use `ckptkern.convert(model, ..., every=k)`.
     """
 
     shown = ("every", "options")

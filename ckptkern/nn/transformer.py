@@ -1,4 +1,4 @@
-"""Defines torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
+"""TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unmodified import DROPOUT, composed, unmodified, untouched
 
 
 class _Layer(Layer):
-    """Holds what the encoder's and the decoder's layer share: their sublayers as arguments of ops."""
+    """The common base of the encoder's and the decoder's layer: their sublayers as arguments of ops."""
 
     has_sublayers = True
     shown = ("recompute", "workspace")
@@ -46,8 +46,8 @@ class _Layer(Layer):
         self.set_options(recompute, workspace)
 
     def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
-        """Also replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
-        cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
+        """Sets options and replaces torch's attention and dropout modules, after torch has initialised them. Modules with a
+        forward set on the instance stay."""
         super().set_options(recompute, workspace, **own)
         of_attention, _ = modes_of_sublayers(type(self).__name__, recompute)
         for name, module in self._modules.items():
@@ -59,12 +59,12 @@ class _Layer(Layer):
                 self._modules[name] = Dropout.from_torch(module)
 
     def _is_torchs(self, method: str) -> bool:
-        """Is `method` torch's own, overridden neither in a subclass nor on the instance?"""
+        """Returns whether `method` is torch's, overridden neither in a subclass nor on the instance."""
         return getattr(type(self), method) is getattr(self.torch_class, method) and method not in self.__dict__
 
     def _is_unmodified(self) -> bool:
-        """Do the parameters of all parts but the attentions alone determine what they compute? torch reports a dropout's p
-        below 0 or above 1, in evaluation too."""
+        """Returns whether all submodules except attention are unmodified. A dropout's p outside 0..1 is left to torch, which
+        raises in evaluation too."""
         norms, dropouts = (
             [m for name, m in self._modules.items() if name.startswith(kind)] for kind in ("norm", "dropout")
         )
@@ -79,8 +79,7 @@ class _Layer(Layer):
         )
 
     def _attends(self, attention: torch.nn.Module, x: Tensor, memory: Tensor, *masks: Any) -> bool:
-        """Is this attention an unmodified one that ckptkern.attention_block stands for? masks: of the scores, key padding, and
-        the is_causal hint."""
+        """Returns whether ckptkern.attention_block computes this attention. masks: attn_mask, key_padding_mask, is_causal."""
         return (
             type(attention).forward is MultiheadAttention.forward
             and untouched(attention)
@@ -90,7 +89,7 @@ class _Layer(Layer):
     def layer_arguments(
         self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for. cross: masks of memory."""
+        """Returns the arguments of ckptkern.transformer_layer for an unmodified layer. cross: the masks of memory."""
 
         def around(number: int) -> dict[str, Any]:
             norm, dropout = (getattr(self, f"{kind}{number}") for kind in ("norm", "dropout"))
@@ -104,15 +103,19 @@ class _Layer(Layer):
                 "residual": True,
             }
 
-        found: dict[str, Any] = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
+        arguments: dict[str, Any] = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
         if cross is not None:
-            found["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
+            arguments["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
         mlp = {"activation": named(self.activation), "dropout_p": _probability(self.dropout)}
-        found["mlp_arguments"] = {**weights(self, up="linear1", down="linear2"), **mlp, **around(len(found) + 1)}
-        return found
+        arguments["mlp_arguments"] = {
+            **weights(self, up="linear1", down="linear2"),
+            **mlp,
+            **around(len(arguments) + 1),
+        }
+        return arguments
 
     def _fused(self, x: Tensor, *others: Any) -> Tensor:
-        """Computes forward as one op. others: what `layer_arguments` takes besides x."""
+        """Computes forward as one op. others: the arguments of `layer_arguments` after x."""
         swapped, arguments = self.self_attn.swapped, self.layer_arguments(x, *others)
         return swapped(ops.transformer_layer(swapped(x), **arguments, **self.modes))
 
@@ -131,21 +134,14 @@ def _probability(dropout: torch.nn.Dropout) -> float:
 
 
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
-    """Replaces torch.nn.TransformerEncoderLayer, with the same arguments, parameters and results in training and
-    evaluation.
+    """Runs torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer.
 
-    The whole layer is one ckptkern.transformer_layer that saves, besides parameters, src at recompute="full"; src, o
-    and the logsumexp at "selective"; everything at "none". If an activation is unknown to ckptkern.mlp, a submodule
-    has hooks, another type or a weight that is no plain memory (parametrised, quantised, sharded), or a key padding mask
-    needs a gradient, the layer is one ckptkern.checkpoint that calls it, and saves src as "full" does ("none": what its
-    modules save). Global module hooks see the layer, not the submodules that its regions stand for. A pair of modes,
-    such as ("selective", "none"), is of attention and of the MLP. workspace: see ckptkern.transformer_layer.
+    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention.
+    recompute: a mode, or a pair for attention and MLP. "full" saves src, "selective" also o and lse.
 
-    src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention. torch's own layer
-    handles nested tensors, which it takes for inference only, and raises the errors for wrong arguments.
-
-    Under autocast the result has torch's dtype except in one case: on CUDA, post-norm, a float16 or bfloat16 src gives its
-    own dtype, while torch's layer_norm, and so torch's layer, gives float32. (On a CPU torch's gives src's dtype too.)
+    A layer with another activation than ckptkern.ACTIVATIONS, or a trained key padding mask, is one ckptkern.checkpoint. Global
+    module hooks see the layer, not its submodules. Under autocast a post-norm layer on CUDA returns a 16-bit src's dtype, where
+    torch returns float32.
     """
 
     torch_class = torch.nn.TransformerEncoderLayer
@@ -164,8 +160,8 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if attends and self._is_unmodified():
             return self._fused(src, masks)
         if self._is_torchs("_sa_block") and not attends:
-            # as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
-            # evaluation it may take a kernel that reads additive masks as bool
+            # converts masks as torch's layer does, with torch's names in errors. torch's forward is not called: in evaluation
+            # it may choose a kernel that reads additive masks as bool
             names = "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask"
             padding = F._canonical_mask(src_key_padding_mask, *names, src.dtype)
             masks = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding, is_causal
@@ -173,16 +169,10 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
-    """Replaces torch.nn.TransformerDecoderLayer, with the same arguments, parameters and results in training and
-    evaluation.
+    """Runs torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
 
-    The whole layer, cross-attention too, is one ckptkern.transformer_layer that saves, besides parameters and memory, tgt at
-    recompute="full"; tgt, o and the logsumexp of both attentions at "selective"; everything at "none". Where
-    TransformerEncoderLayer is one ckptkern.checkpoint, this layer is too, and saves tgt and memory. workspace: see
-    ckptkern.transformer_layer.
-
-    tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. Masks: as in MultiheadAttention.
-    Dtypes under autocast: as in TransformerEncoderLayer.
+    tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. See TransformerEncoderLayer for masks and
+    options; memory is saved too, and "selective" saves o and lse of both attentions.
     """
 
     torch_class = torch.nn.TransformerDecoderLayer

@@ -1,4 +1,4 @@
-"""Decides which modules an op may replace, and runs the others."""
+"""Decides which modules an op may replace, and runs other modules as activation checkpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from ..subclasses import own_dispatch
 from .layer import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
-CACHING = "bitsandbytes.nn.parametrize"  # has hooks that bound how long a weight stands that is dequantised
-CAPTURING = "transformers.utils.output_capturing"  # has hooks that collect what a call asks for, such as hidden states
+CACHING = "bitsandbytes.nn.parametrize"  # its hooks bound the lifetime of dequantised weights
+CAPTURING = (
+    "transformers.utils.output_capturing"  # its hooks collect the outputs that a call asks for, as hidden states
+)
 
 
 def runs_class_forward(module: torch.nn.Module) -> bool:
-    """Is its forward that of its class?"""
+    """Returns whether the module's forward is its class's."""
     own = module.__dict__.get("forward")
     # Hugging Face's kernelize binds the class's own forward to the instance
     return own is None or (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module)
@@ -31,7 +33,7 @@ def runs_class_forward(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def collecting_nothing() -> Iterator[None]:
-    """Inside, transformers' hooks collect nothing: of a layer that is tried in the middle of a model's call."""
+    """Disables transformers' output-collecting hooks inside, while a layer is tried in the middle of a model's call."""
     collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
     if collector is None or collector.get() is None:
         yield
@@ -44,7 +46,7 @@ def collecting_nothing() -> Iterator[None]:
 
 
 def collects_first(hooks: dict[int, Callable]) -> bool:
-    """Does each of these only collect the first result of its module, as transformers' hooks do?"""
+    """Returns whether each hook only collects the first result of its module, as transformers' hooks do."""
     return all(
         getattr(hook, "__module__", None) == CAPTURING and inspect.getclosurevars(hook).nonlocals.get("index") == 0
         for hook in hooks.values()
@@ -52,8 +54,8 @@ def collects_first(hooks: dict[int, Callable]) -> bool:
 
 
 def dormant(hooks: dict[int, Callable]) -> bool:
-    """Do none of these change anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
-    collect what a call asks for."""
+    """Returns whether the hooks do nothing in this call. transformers leaves its hooks in place after a call that asks for
+    hidden states."""
     collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
     for hook in hooks.values():
         owner = getattr(hook, "__module__", None)
@@ -66,44 +68,46 @@ def dormant(hooks: dict[int, Callable]) -> bool:
 
 
 def hooked(module: torch.nn.Module) -> bool:
-    """Does calling the module run hooks that do anything?"""
+    """Returns whether calling the module runs hooks that do anything."""
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     return not (dormant(module._forward_pre_hooks) and dormant(module._forward_hooks))
 
 
 def untouched(module: torch.nn.Module) -> bool:
-    """Does calling the module run its class's forward and nothing else: no hooks, no forward set on the instance?"""
+    """Returns whether calling the module runs its class's forward only, without hooks."""
     return runs_class_forward(module) and not hooked(module)
 
 
 def strided(module: torch.nn.Module) -> bool:
-    """Are the module's own parameters, not its children's, strided? A pruned one may be sparse."""
+    """Returns whether the module's own parameters, not its children's, are strided. A pruned parameter may be sparse."""
     return all(p is None or p.layout is torch.strided for p in module._parameters.values())
 
 
 def dense(module: torch.nn.Module) -> bool:
-    """Are the module's own parameters plain memory? Not if one is sparse, parametrised, or of a tensor subclass with
-    operations of its own."""
+    """Returns whether the module's own parameters are plain tensors: not sparse, parametrised, or of a subclass with its own
+    dispatch."""
     kind = own_dispatch(module._parameters.values())
     if kind is not None:
-        log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
+        log_once(
+            f"{kind.__name__} has operations of its own, so a module calls its submodules as an activation checkpoint"
+        )
     return kind is None and strided(module) and "parametrizations" not in module._modules
 
 
 def unmodified(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
-    """Returns whether the parameters of these modules alone determine their results: no module is a subclass or a
-    wrapper (LoRA), has hooks, or has a parameter that is not plain memory (sparse, quantized)."""
+    """Returns whether the modules' parameters alone determine their results: each module is exactly of these types, has no
+    hooks, and has only plain parameters (not sparse or quantised)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)
 
 
 def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as an activation checkpoint.
+    """Runs method(*args, **kwargs), which calls a module's submodules, as an activation checkpoint.
 
-    It runs as it is at recompute="none", without gradients, inside another region, and on parameters that a tensor-parallel
-    block has gathered for this call. Also where a recompute is impossible: in torch.func's transforms and torch.export, which
-    take no hooks on saved tensors, and in a CUDA graph capture, which cannot read torch's random state.
+    Without a checkpoint it runs at recompute="none", without gradients, inside another region, and on parameters that a
+    tensor-parallel block has gathered for this call; also where nothing can be recomputed: in torch.func's transforms and
+    torch.export, which allow no saved-tensor hooks, and in a CUDA graph capture, which cannot read torch's random state.
     """
     module = method.__self__  # type: ignore[attr-defined]
     refuse_shard(f"{type(module).__name__} calls its submodules")

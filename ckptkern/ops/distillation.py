@@ -1,5 +1,5 @@
 """Defines linear_distillation and linear_topk_distillation: the divergence of a student's probabilities, softmax(x w^T + b),
-from a teacher's, which comes from its LM head, or as its k largest log-probabilities; without logits that are stored."""
+from a teacher's, given by its LM head or as k log-probabilities; without storing the logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .registration.op import Op, beside_frozen, by_chunks, cast_parameter, rows_
 
 NAME = "linear_distillation"
 X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)
-TOKENS = 16  # of a chunk at least: no kernel's tile asks for more
+TOKENS = 16  # least tokens of a chunk: no kernel's tile needs more
 
 
 class LinearDistillationOptions(NamedTuple):
@@ -46,14 +46,16 @@ class LinearDistillationOptions(NamedTuple):
 
 
 def models(tensors, o: LinearDistillationOptions) -> tuple[LinearDistillationOptions, eager.Model, eager.Model]:
-    """(the options, whose workspace is what Frozen weights leave of it; the student's model and the teacher's, each with
-    parameters in the dtype of its x and z = softcap tanh(x w^T / softcap) / temperature)."""
+    """Returns the options with the workspace that Frozen weights leave, the student's model and the teacher's.
+
+    Each model has parameters in the dtype of its x, and z = softcap tanh(x w^T / softcap) / temperature.
+    """
     o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
-    found = []
+    pair = []
     for cap, (x, w, b) in ((o.softcap, tensors[:3]), (o.teacher_softcap, tensors[3:6])):
         head = eager.Head(1.0 / o.temperature, cap / o.temperature)
-        found.append(eager.Model(rows_2d(x), cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), head))
-    return o, *found
+        pair.append(eager.Model(rows_2d(x), cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), head))
+    return o, *pair
 
 
 def of_entries(model: eager.Model, start: int, stop: int) -> eager.Model:
@@ -77,20 +79,20 @@ class LinearDistillation(Op):
 
         def divergence(start: int, stop: int) -> dict[str, Tensor]:
             pair = (model._replace(x=model.x[start:stop]) for model in (student, teacher))
-            found = eager.divergence_fwd(*pair, o.beta)
-            return {name: one for name, one in found._asdict().items() if one is not None}
+            result = eager.divergence_fwd(*pair, o.beta)
+            return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
 
         buffers = 4 if 0 < o.beta < 1 else 3
         per_token = buffers * eager.wide_of(student.x.dtype).itemsize * student.w.shape[0]
-        made = by_chunks(token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS), divergence)
-        y = made.pop("value")
-        return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), made
+        results = by_chunks(token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS), divergence)
+        y = results.pop("value")
+        return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), results
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         mask, (o, student, teacher) = tensors[MASK], models(tensors, o)
         dtype, (M, d), V = student.x.dtype, student.x.shape, student.w.shape[0]
-        found = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
+        statistics = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
         ignored = None if mask is None else ~mask.reshape(-1)
         narrow = int(dtype != dy.dtype)
         held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
@@ -99,10 +101,10 @@ class LinearDistillation(Op):
 
         def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
-            return eager.divergence_bwd(*pair, o.beta, found, dy, ignored, dz, db=db)
+            return eager.divergence_bwd(*pair, o.beta, statistics, dy, ignored, dz, db=db)
 
-        chunks, given = vocabulary_chunks(V, transient, o.workspace), (tensors[W], student.w, tensors[B])
-        grads = head_gradients(write, tensors[X], student.x, *given, dy, dtype, needs, chunks)
+        chunks, parameters = vocabulary_chunks(V, transient, o.workspace), (tensors[W], student.w, tensors[B])
+        grads = head_gradients(write, tensors[X], student.x, *parameters, dy, dtype, needs, chunks)
         return *grads, None, None, None, None
 
     @staticmethod
@@ -113,12 +115,12 @@ class LinearDistillation(Op):
         def log_probabilities(x, w, b, softcap: float) -> Tensor:
             z = reference_logits(rows_2d(x), w, b, 1.0 / o.temperature, softcap / o.temperature)
             if counted is not None:
-                z = z.masked_fill(~counted, 0)  # where these are infinite, derivatives would be NaN
+                z = z.masked_fill(~counted, 0)  # infinite logits of ignored tokens would make derivatives NaN
             log_p = torch.log_softmax(z, 1)
             return log_p if b is None else log_p.clamp_min(torch.finfo(z.dtype).min)
 
         log_q = log_probabilities(x, w, b, o.softcap)
-        teacher_x, *parameters = (None if one is None else one.detach() for one in teacher)
+        teacher_x, *parameters = (None if tensor is None else tensor.detach() for tensor in teacher)
         teacher_x = teacher_x.to(torch.promote_types(teacher_x.dtype, log_q.dtype))
         log_p = log_probabilities(teacher_x, *parameters, o.teacher_softcap).to(log_q.dtype)
         y = divergence(log_p, log_q, o.beta).sum(1)
@@ -126,8 +128,8 @@ class LinearDistillation(Op):
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Returns the part of D_beta(p, q) of each class, in differentiable PyTorch ops: its sum over the classes is the divergence
-    of `eager.distillation`."""
+    """Computes each class's part of D_beta(p, q) in differentiable PyTorch ops; their sum is the divergence of
+    `eager.distillation`."""
     if beta == 0:
         return log_p.exp() * (log_p - log_q)
     if beta == 1:
@@ -159,29 +161,23 @@ def linear_distillation(
     reduction: str = "mean",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes the divergence of a student's next-token probabilities q from a teacher's p, and never holds all logits.
+    """Computes the divergence of a student's next-token probabilities q from a teacher's p, without storing all logits.
 
     student_input [..., d], student_weight [V, d], student_bias [V]; teacher_input [..., e], teacher_weight [V, e], teacher_bias
-    [V] -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction "none". float16, bfloat16, float32,
-    float64, of the teacher another one if it likes; autocast's type inside torch.autocast. Logits are float32 and never
-    rounded. The teacher gets no gradient.
+    [V] -> the loss in float32 (float64 for float64): a scalar, or [...] for reduction "none". The teacher may have another
+    dtype, and gets no gradient.
 
-    beta: 0, KL(p, q) = sum_v p_v log(p_v / q_v), the forward KL divergence; 1, KL(q, p), the reverse one; between them the
-        generalised Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q, as in GKD (arXiv
-        2306.13649, equation 1), TRL and Liger.
-    temperature: a positive number that both models' logits are divided by. The loss is not multiplied by its square.
-    softcap, teacher_softcap: c tanh(logits / c) before that, as in Gemma 2. A scale of logits (Cohere) is one of the input.
+    beta: 0, KL(p, q) = sum_v p_v log(p_v / q_v); 1, KL(q, p); between them beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1
+        - beta) q (GKD, arXiv 2306.13649, equation 1).
+    temperature: divides both models' logits. The loss is not multiplied by its square.
+    softcap, teacher_softcap: c, for c tanh(logits / c) before the temperature.
     mask: bool [...], the tokens that count, such as labels != -100; None for all.
-    reduction: "mean" divides by the number of tokens that count, "sum", "none", with 0 for tokens that do not count.
-    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 16
-        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
-        student_weight's gradient are final, rounded once; the float32 sum of student_input's gradient is not counted.
+    reduction: "mean" over the tokens that count; "sum"; "none", 0 for other tokens.
+    workspace: forward takes chunks of at least 16 tokens, backward of at least 256 classes.
 
-    Saves for backward, besides the arguments, the logsumexp of both models' logits in two parts, 16 bytes a token, and for
-    beta > 0 the student's likeliest class and its part of the divergence, 16 more. Runs four matmuls of the student's weight
-    and two of the teacher's. PyTorch ops on every device: backend("triton") is an error.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError
-    (backend).
+    Saves 16 bytes per token besides the arguments, 32 for beta > 0. Runs four matmuls of the student's weight and two of the
+    teacher's, in PyTorch ops: backend("triton") raises.
+    Raises: see Conventions.
     """
     check_input(NAME, student_input, "student_input")
     lead, d = student_input.shape[:-1], student_input.shape[-1]
@@ -208,10 +204,10 @@ def linear_distillation(
         temperature=float(temperature),
         softcap=check_softcap(NAME, softcap),
         teacher_softcap=check_softcap(NAME, teacher_softcap, "teacher_softcap"),
-        backend=choose_backend(NAME, x, "there is no kernel of it"),
+        backend=choose_backend(NAME, x, "the op has no kernel"),
         workspace=choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
     )
-    frozen = (None if one is None else one.detach() for one in (teacher, teacher_weight, teacher_bias))
+    frozen = (None if tensor is None else tensor.detach() for tensor in (teacher, teacher_weight, teacher_bias))
     losses = apply(o, x, student_weight, student_bias, *frozen, mask)
     return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), lead)
 
@@ -247,27 +243,19 @@ def linear_topk_distillation(
     vocab_start: int | None = None,
     workspace: int | str | None = None,
 ) -> Tensor:
-    """Computes the divergence of a student from the k log-probabilities of each token that a teacher's server returned.
+    """Computes the divergence of a student from a teacher's k log-probabilities per token, such as vLLM's prompt_logprobs.
 
-    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64
-    [..., k], distinct classes, such as vLLM's prompt_logprobs -> the loss in float32 (float64 for float64): a scalar, or [...]
-    for reduction "none". A log-probability of -inf is padding, whatever its class, and so is a token of -100, with any number.
-    The teacher gets no gradient.
+    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k], teacher_tokens int64 [..., k],
+    distinct classes -> the loss, as from linear_distillation. A log-probability of -inf or a token of -100 is padding. The
+    teacher gets no gradient.
 
-    With p_i of the teacher and q_i of the student, both of the whole vocabulary, i = 1 ... k, the loss is linear_distillation's
-    of k + 1 or of k classes:
+    add_tail_bucket: True compares p_1 ... p_k, 1 - sum_i p_i with the same of q: all other tokens are one class. False compares
+        p_i / sum_j p_j with q_i / sum_j q_j, blind to the student's other tokens. As in TRL.
+    beta, mask, reduction: see linear_distillation. The teacher's k tokens tell little for the reverse KL.
+    temperature: divides the student's logits; the teacher's log-probabilities should have been computed with it.
+    group, vocab_start, workspace: see linear_cross_entropy.
 
-    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q, all other tokens as one class: at most the divergence
-        of the whole vocabulary, and 0 where the student agrees on the k tokens. Shares of that class below the float's epsilon
-        count as it. False, p_i / sum_j p_j and q_i / sum_j q_j: blind to the mass that the student has elsewhere. TRL has this
-        argument and this default.
-    beta: as in linear_distillation. The reverse KL, 1, asks for the teacher's opinion of the student's tokens; k tokens of the
-        teacher's choice have little of that.
-    temperature: a positive number that the student's logits are divided by. The teacher's log-probabilities are taken as given,
-        and should be of this temperature.
-    mask, reduction: as in linear_distillation. group, vocab_start, workspace: see linear_cross_entropy.
-
-    Saves what selected_log_probs saves for tokens [..., k], which this calls, and some numbers for each of k.
+    Saves what selected_log_probs saves, and some numbers for each of k.
     Raises what linear_cross_entropy raises.
     """
     check_flags(TOPK, add_tail_bucket=add_tail_bucket)
@@ -305,14 +293,14 @@ def linear_topk_distillation(
     )
     log_q = public(results, lead)["log_probs"].view(padding.shape)
     both = teacher_log_probs.detach().to(log_q.dtype), log_q
-    log_p, log_q = (distribution(one, padding, add_tail_bucket) for one in both)
+    log_p, log_q = (distribution(log_probs, padding, add_tail_bucket) for log_probs in both)
     losses = divergence(log_p, log_q, beta).sum(-1).view(-1)
     return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), lead)
 
 
 def distribution(log_probs: Tensor, padding: Tensor, add_tail_bucket: bool) -> Tensor:
-    """Log-probabilities [..., k + 1] or [..., k] whose probabilities sum to one; equal ones where all are padding."""
-    least = torch.finfo(log_probs.dtype).min / 2  # as good as -inf, but its differences are numbers
+    """Returns normalised log-probabilities [..., k + 1] or [..., k]; equal ones where all are padding."""
+    least = torch.finfo(log_probs.dtype).min / 2  # acts as -inf, but differences stay finite
     log_probs = log_probs.masked_fill(padding, least).clamp_min(least)
     if not add_tail_bucket:
         return log_probs.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""moe_mlp and grouped_gated_mlp: the experts of an MoE layer as one region, which saves its input and who goes where."""
+"""moe_mlp and grouped_gated_mlp: the experts of an MoE layer as one region, which saves its input and the routing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INDEX = 1
 LAYERS = ("gate_up", "down")
 UPDATES = tuple(name for layer in LAYERS for name in names_of(layer))
 PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias", *UPDATES)
-READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that x is read for
+READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that read x
 READ_H = frozenset(("down_weight", *names_of("down")))
 ExpertsTensors = namedtuple("ExpertsTensors", ("index", "s", *PARAMETERS))
 
@@ -73,7 +73,7 @@ class _ExpertsGrad(WeightGrad):
 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
-    """<dy[t], bias[e]> for every token-expert pair: the part of its weight's gradient that no hidden layer shows."""
+    """Computes <dy[t], bias[e]> for every token-expert pair: the bias's part of the gradient of the pair's weight."""
     wide, dropped = eager.wide_of(dy.dtype), (index < 0) | (index >= len(bias))
     dy, bias, index = dy.to(wide), bias.to(wide), index.masked_fill(dropped, 0).long()
     shares = [(dy * bias[experts]).sum(1) for experts in index.unbind(1)] if len(bias) else [dy.new_zeros(dy.shape[0])]
@@ -81,16 +81,19 @@ def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
 
 
 def in_order_of_rows(groups: eager.Groups) -> eager.Groups:
-    """Groups by which a launcher that gathers reads rows where they are."""
+    """Returns groups with which a launcher that gathers reads rows where they are."""
     return groups._replace(
         order=torch.arange(len(groups.order), device=groups.order.device, dtype=torch.int32), top_k=1
     )
 
 
 class ExpertsBranch:
-    """The experts of one call, for any rows of tokens. parameters: those that PARAMETERS names; o: ExpertsOptions, or what has
-    its fields; dtype: that of the rows; holds: are Frozen weights held, None to find out (`beside_frozen`)? If not, PyTorch ops
-    run, which dequantise one expert at a time."""
+    """The experts of one call, for any rows of tokens.
+
+    parameters: the tensors that PARAMETERS names; o: ExpertsOptions, or an object with its fields; dtype: that of the rows;
+    holds: whether dequantised Frozen weights are held, None asks `beside_frozen`. If not, PyTorch ops dequantise one expert at
+    a time.
+    """
 
     def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype, holds: bool | None = None):
         if holds is None:
@@ -104,7 +107,7 @@ class ExpertsBranch:
         self.updates = grouped_low_rank(self.named, o.experts_lora, LAYERS, dtype, o.precision)
 
     def sums(self, need: Collection[str], chunks: int) -> dict[str, Any]:
-        """What sums over chunks the gradients of those of PARAMETERS that are needed."""
+        """Returns, by name, the sums over chunks of the gradients of PARAMETERS that are needed."""
         return {
             name: BiasGrad(parameter, chunks)
             if "bias" in name
@@ -114,7 +117,7 @@ class ExpertsBranch:
         }
 
     def gate_up(self, x: Tensor, groups: eager.Groups) -> Tensor:
-        """[g | u] of rows in the experts' order."""
+        """Computes [g | u] of rows in the experts' order."""
         p, o, update = self.p, self.o, self.updates.get("gate_up")
         if update is None:
             return p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=True)[1]
@@ -122,8 +125,8 @@ class ExpertsBranch:
         return update.add(p, p.experts_gemm(rows, self.w, self.b, groups, o.precision, transposed=True), rows, groups)
 
     def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
-        """{"y": of x [rows, d]}, and if backward does not recompute it "gu", with a row for each of x's. gu: it, in
-        backward."""
+        """Returns "y" of x [rows, d], and "gu", a row for each of x's, if backward does not recompute it. gu: the saved tensor,
+        in backward."""
         p, o, save_gu = self.p, self.o, self.o.recompute != "full"
         if gu is None and "gate_up" in self.updates:
             gu = self.gate_up(x, groups)
@@ -136,8 +139,8 @@ class ExpertsBranch:
         if "down" in self.updates:
             self.updates["down"].add(p, y, h, groups)
         h = None
-        made = {"y": p.experts_combine(y, s, groups)}
-        return made | {"gu": gu.view(x.shape[0], groups.top_k * self.w.shape[1])} if save_gu else made
+        outputs = {"y": p.experts_combine(y, s, groups)}
+        return outputs | {"gu": gu.view(x.shape[0], groups.top_k * self.w.shape[1])} if save_gu else outputs
 
     def backward(
         self,
@@ -150,8 +153,8 @@ class ExpertsBranch:
         need: Collection[str],
         sums: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """{"dx", "ds"}, those that `need` names as "x" and "s"; the others are added to `sums`. gu: None, or as `forward` gave
-        it."""
+        """Returns "dx" and "ds" if `need` names "x" and "s"; adds the other gradients to `sums`. gu: None, or as `forward`
+        returned it."""
         p, o, bd = self.p, self.o, self.named["down_bias"]
         gu = None if gu is None else gu.reshape(-1, self.w.shape[1])
         wanted = dict(
@@ -160,32 +163,32 @@ class ExpertsBranch:
         (a, b), update, du = names_of("down"), self.updates.get("down"), None
         if update is not None and (wanted["dgu"] or wanted["ds"] or a in need):  # not yet weighted
             du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
-        # h times its weight, the gradient of [g | u], that of the weights
+        # h times its weight; the gradients of [g | u] and of the weights; what an update adds to dh
         hs = dgu = ds = h = added = None
         if gu is None and any(wanted.values()) and (self.updates or not (wanted["dgu"] or wanted["ds"])):
             gu = self.gate_up(x, groups)
         if wanted["dgu"] or wanted["ds"]:
-            given = groups, o.activation, o.precision
+            arguments = groups, o.activation, o.precision
             if gu is None:
-                hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *given, **wanted)
+                hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *arguments, **wanted)
             else:
                 added = None if du is None else update.input_gradient(p, du, groups)
-                hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *given, added=added, **wanted)
-        elif wanted["hs"]:  # forward's h, without the matmul that gives its gradient
+                hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *arguments, added=added, **wanted)
+        elif wanted["hs"]:  # forward's h, without the matmul of its gradient
             h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
             hs = (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype)
         gu = h = added = None
-        made = {}
+        gradients = {}
         if "s" in need:
-            made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
+            gradients["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
             sums["down_weight"].add(dy, hs, groups, "a")
-        # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
+        # hs is weighted, so dA = du^T hs and dB = dy^T (hs A^T) are weighted once
         if a in need:
             sums[a].add(du, hs, in_order_of_rows(groups), "a")
         if b in need:
             sums[b].add(dy, update.inner(p, hs, groups), groups, "a")
-        hs = du = None  # gone before the other gradients are made
+        hs = du = None  # freed before the other gradients are formed
         if "gate_up_weight" in need:
             sums["gate_up_weight"].add(dgu, x, groups, "b")
         if "gate_up_bias" in need:
@@ -206,15 +209,15 @@ class ExpertsBranch:
             dgu = None
             if du is not None:
                 rows.add_(update.input_gradient(p, du, groups))
-            made["dx"] = p.experts_combine(rows, None, groups)
-        return made
+            gradients["dx"] = p.experts_combine(rows, None, groups)
+        return gradients
 
     def row_bytes(self, top_k: int) -> int:
-        """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
+        """Returns the bytes of a token's transient tensors in either pass, whichever its experts are."""
         d, N, size = *self.wd.shape[1:], self.dtype.itemsize
-        pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
+        pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and their part of dx
         if self.updates:  # g and u with their update beside them; the tokens' rows; u and du
-            pair += size * (4 * N + d + 2 * max(one.a.shape[1] for one in self.updates.values()))
+            pair += size * (4 * N + d + 2 * max(update.a.shape[1] for update in self.updates.values()))
         token = 2 * d * max(size, 4)
         if self.o.backend == "eager":
             # one expert may have all: its rows, g, u, act(g), h, dh and steps between, or float32 copies
@@ -223,12 +226,12 @@ class ExpertsBranch:
         return top_k * pair + token
 
     def chunks(self, index: Tensor) -> list[tuple[int, int]]:
-        """[start, stop) of the tokens that forward and backward take at once; index [T, top_k]."""
+        """Returns the [start, stop) ranges of tokens that forward and backward take at once. index: [T, top_k]."""
         return token_chunks(len(index), lambda: self.row_bytes(index.shape[1]), self.o.workspace)
 
 
 class ExpertsOptions(NamedTuple):
-    """experts_lora: the scale of the low-rank update of each of LAYERS, nothing without updates."""
+    """Options of moe_mlp. experts_lora: the scale of the low-rank update of each of LAYERS, empty without updates."""
 
     activation: str
     recompute: str
@@ -279,18 +282,18 @@ class Experts(Op):
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
             own = [None if t is None else t[part] for t in (rows, x, index, weights, saved.get("gu"))]
-            made = branch.backward(*own, eager.route(own[2], len(branch.w)), need, sums)
-            return made | {"ds": cast_parameter(made["ds"], s.dtype)} if "ds" in made else made
+            gradients = branch.backward(*own, eager.route(own[2], len(branch.w)), need, sums)
+            return gradients | {"ds": cast_parameter(gradients["ds"], s.dtype)} if "ds" in gradients else gradients
 
-        made = by_chunks(chunks, of_tokens)
-        grads = {name: one.result() for name, one in sums.items()}
-        grads |= {"s": made["ds"].view(s.shape)} if "s" in need else {}
-        grads |= {"x": unflattened(made["dx"], dy)} if "x" in need else {}
+        gradients = by_chunks(chunks, of_tokens)
+        grads = {name: total.result() for name, total in sums.items()}
+        grads |= {"s": gradients["ds"].view(s.shape)} if "s" in need else {}
+        grads |= {"x": unflattened(gradients["dx"], dy)} if "x" in need else {}
         return in_order(grads, ExpertsTensors, needs)
 
     @staticmethod
     def reference(tensors, o):
-        """Every expert on every token, zeros for those that are not its own: no shape depends on values."""
+        """Runs every expert on every token, with zeros for tokens of other experts: no shape depends on values."""
         x, index, s, *parameters = tensors
         w, b, wd, bd = (cast_parameter(t, x.dtype) for t in parameters[:4])
         updates = grouped_low_rank(
@@ -316,7 +319,7 @@ _apply = build(Experts)
 
 
 def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, bd: Tensor | None) -> None:
-    """The parameters are those of one set of experts, for inputs like x."""
+    """Checks that the parameters are those of one set of experts, for inputs like x."""
     d = x.shape[-1]
     for name, tensor, layout, dims in (
         ("gate_up_weight", w, "[experts, 2 hidden, features]", 3),
@@ -352,7 +355,7 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def _call(op, x, index, s, parameters, lora, activation, recompute, workspace):
-    """parameters: the first four of PARAMETERS."""
+    """Applies the op. parameters: the first four of PARAMETERS."""
     w, _, wd, _ = parameters
     updates, numbers = NO_UPDATES if lora is None else gather_lora(op, x, lora, {"gate_up": w, "down": wd})
     x = cast_input(op, x, *parameters)
@@ -381,33 +384,24 @@ def moe_mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]; mlp_e is the gated MLP of expert e.
+    """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j], where mlp_e is expert e's gated MLP.
 
-    mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e], [g | u] = x gate_up_weight[e]^T + gate_up_bias[e].
+        mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e],  [g | u] = x gate_up_weight[e]^T + gate_up_bias[e]
 
-    x [..., d], top_k_index [..., k] of integers, top_k_weights [..., k], gate_up_weight [E, 2 h, d], down_weight [E, d, h],
-    biases [E, 2 h] and [E, d] or None -> y [..., d] in x's dtype (autocast's inside torch.autocast): the layout of transformers
-    5. float16, bfloat16, float32; float64 in PyTorch ops. top_k_weights may have another dtype, and is not rounded to x's.
+    x [..., d], top_k_index [..., k] of integers, top_k_weights [..., k] in any floating dtype, gate_up_weight [E, 2 h, d],
+    down_weight [E, d, h], biases [E, 2 h] and [E, d] or None -> y [..., d], as in transformers 5.
 
-    An index outside of 0..E - 1, such as -1, drops its token-expert pair: it adds nothing, and its weight's gradient is
-    zero. An expert may
-    come twice in a row, or for no token: then its gradients are exact zeros. Sums over j ascend in float32, without atomics, so
-    that results repeat bit for bit. Nothing waits for the host, and a call can be captured in a CUDA graph.
+    An index outside of 0..E - 1 drops its token-expert pair. An expert without tokens gets zero gradients. Results repeat bit
+    for bit. CUDA graphs can capture a call.
 
-    lora: low-rank updates, a ckptkern.LoRA each of "gate_up" and "down", of every expert: a [E, r, in_features] and b
-    [E, out_features, r], cast to the compute dtype, without dropout. Saves nothing more; frozen weights get no matmul.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward, of T k rows:
+    lora: a LoRA each of "gate_up" and "down", a [E, r, in_features] and b [E, out_features, r], without dropout.
+    recompute: what is saved besides parameters, and matmuls in forward + backward, of T k rows; routing is top_k_index and
+        top_k_weights:
 
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11
 
-    Routing is top_k_index and top_k_weights, which backward sorts by expert again. h is saved in no mode: the pass
-    that reads g and u writes it, times its weight, as the gradient of down_weight wants it.
-    Gradients of one expert are summed in float32 and rounded once, or added to a weight's `main_grad`.
-    workspace: bytes of transient memory in each pass, an int or "64MiB": tokens are taken in equal chunks that fit, with all
-    their experts, of 128 at least. Default: ckptkern.workspace.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
-    RuntimeError (backend).
+    Raises: see Conventions.
     """
     op = "moe_mlp"
     check_options(op, activation, recompute)
@@ -441,14 +435,14 @@ def grouped_gated_mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """`moe_mlp` of rows that already lie in the experts' order, as an all-to-all leaves them.
+    """Computes `moe_mlp` of rows that are already in the experts' order, as an all-to-all leaves them.
 
     x [R, d], offs [E] of integers: expert e has rows offs[e - 1] (0 for the first) to offs[e], as in
-    torch.nn.functional.grouped_mm -> y [R, d]. Rows from offs[-1] on give zeros, and get zeros as their gradient.
+    torch.nn.functional.grouped_mm -> y [R, d], 0 from row offs[-1] on.
 
-    row_weights: [R], what y's rows are multiplied by, or None. Weights that are applied outside of the op need its output
-    saved; here they need none. Dispatch and combine stay outside: "full" saves these rows, and recompute never communicates.
-    Dtypes, lora, modes, workspace and errors: see moe_mlp, which runs.
+    row_weights: [R] or None, multiplies y's rows. Weights applied outside of the op would need its output saved.
+    lora, recompute, workspace: see moe_mlp.
+    Raises what moe_mlp raises.
     """
     op = "grouped_gated_mlp"
     check_options(op, activation, recompute)

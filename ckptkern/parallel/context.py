@@ -1,4 +1,4 @@
-"""Splits sequences over the ranks of a device mesh: the style of attention blocks, and the rows of a rank."""
+"""Context parallelism: a style that splits the sequences of attention blocks over ranks, and functions for a rank's rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def _context(mesh: DeviceMesh | dist.ProcessGroup, order: str, exchange: str = "
 def context_parallel(
     mesh: DeviceMesh | dist.ProcessGroup, *, order: str = "contiguous", exchange: str = "gather"
 ) -> Iterator[None]:
-    """Makes attention_block, transformer_layer, and the layers that call them take x [..., S/n, d] as this rank's rows of
-    sequences that lie on the n ranks of a group. order, exchange, errors: as in ContextParallel.
+    """Applies ContextParallel to attention_block, transformer_layer and layers that call them.
 
-    ckptkern.checkpoint's recompute in backward runs in it, too; torch.utils.checkpoint's does not: call backward inside then.
+    ckptkern.checkpoint recomputes in the same context; with torch.utils.checkpoint call backward inside.
     """
     outer, ACTIVE.context = ACTIVE.context, _context(mesh, order, exchange)
     try:
@@ -50,10 +49,9 @@ def context_parallel(
 def shard_sequence(
     x: Tensor, mesh: DeviceMesh | dist.ProcessGroup, dim: int = 1, *, order: str = "contiguous"
 ) -> Tensor:
-    """Returns this rank's rows of x, which has those of all n ranks along dim: ids, labels, position_ids, x itself.
+    """Returns this rank's rows of x along dim, such as input ids or labels. Differentiable.
 
-    order: "contiguous", the rank's n-th part, a view; or "zigzag", of 2 n parts r and 2 n - 1 - r, a copy. Differentiable.
-    Raises ValueError if the number of parts does not divide the rows: pad them.
+    Raises ValueError if n ("zigzag": 2 n) does not divide the rows.
     """
     context = _context(mesh, order)
     if x.shape[dim] % context.chunks:
@@ -67,7 +65,7 @@ def shard_sequence(
 def unshard_sequence(
     x: Tensor, mesh: DeviceMesh | dist.ProcessGroup, dim: int = 1, *, order: str = "contiguous"
 ) -> Tensor:
-    """Returns all rows, of the x that each rank has of them: the opposite of shard_sequence. Without gradients."""
+    """Returns the rows of all ranks, without gradients; undoes shard_sequence."""
     context = _context(mesh, order)
     rows = x.detach().movedim(dim, 0)[None]
     if context.zigzag and rows.shape[1] % 2:
@@ -79,7 +77,7 @@ def unshard_sequence(
 
 
 class OnPart(Around):
-    """A block's forward on a part of a sequence."""
+    """Runs a block's forward on this rank's part of a sequence."""
 
     def __init__(self, module: nn.Module, context: Context):
         super().__init__(module)
@@ -88,15 +86,15 @@ class OnPart(Around):
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
             # the ranks compare their shapes of the first call; a later call with other shapes fails in its collective
-            x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if x is not None and not x.is_meta and not isinstance(x, FakeTensor):
                 self.checked = True
                 shape = torch.tensor(x.shape, device=x.device)
                 shapes = _c10d.wait_tensor(self.context.gathering(shape)).view(self.context.size, -1).tolist()
-                if any(one != shapes[0] for one in shapes):
+                if any(sizes != shapes[0] for sizes in shapes):
                     raise ValueError(
                         f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
-                        f"{', '.join(str(tuple(one)) for one in shapes)}; pad the sequence"
+                        f"{', '.join(str(tuple(sizes)) for sizes in shapes)}; pad the sequence"
                     )
         outer, ACTIVE.context = ACTIVE.context, self.context
         try:
@@ -106,30 +104,22 @@ class OnPart(Around):
 
 
 class ContextParallel(ParallelStyle):
-    """Splits the sequences of attention blocks over the ranks of a one-dimensional mesh: a style of torch's parallelize_module.
+    """A parallelize_module style that splits the sequences of attention blocks over n ranks.
 
         parallelize_module(model, mesh["cp"], {"layers.*": ContextParallel()})
 
-    The block is a module of ckptkern.nn with self-attention (LlamaAttention, LlamaDecoderLayer, MultiheadAttention,
-    TransformerEncoderLayer) or one that ckptkern.convert fused as attention or layer. x and y are this rank's rows,
-    [..., S/n, d] or [tokens/n, d], the same number on each rank. Masks, key_padding_mask and cu_seqlens are those of all rows;
-    rotary tables of all or of this rank's. Parameters stay whole on each rank, and their gradients are of this rank's rows: sum
-    them as those of data parallelism (DDP or fully_shard over a mesh that has the ranks of "dp" and "cp"). It composes with
-    TensorParallel, in any order.
+    The blocks are self-attention and layers of ckptkern.nn or fused by ckptkern.convert. x and y, [..., S/n, d] or
+    [tokens/n, d], are this rank's rows; masks and cu_seqlens are those of all rows. Parameters are replicated: sum their
+    gradients over the ranks, as in data parallelism.
 
-    order: "contiguous", rank r has rows [r S/n, (r + 1) S/n); or "zigzag", of 2 n parts r and 2 n - 1 - r, so that causal
-    attention is as much work on each (Megatron-LM, torch's context_parallel). exchange: "gather", k and v of all ranks for this
-    rank's rows (Llama 3, arXiv 2407.21783); "heads", all rows for a part of the heads, by all-to-all (Ulysses, arXiv
-    2309.14509), for a number of ranks that divides num_kv_heads.
+    order: "contiguous": rank r has rows [r S/n, (r + 1) S/n); "zigzag": rank r has parts r and 2 n - 1 - r of 2 n, which
+    balances causal attention.
+    exchange: "gather" collects all k and v (Llama 3, arXiv 2407.21783); "heads" gives each rank all rows of 1/n of the heads
+    (Ulysses, arXiv 2309.14509).
 
-    Saved for backward: 1/n of what the block saves. Backward gathers k and v again under what it recomputes, and sums
-    their gradients over ranks in float32. Dropout of attention weights samples the mask of the whole sequence, and
-    drop_path the same samples everywhere, if all ranks of the group have one seed; other dropout samples each rank's own mask.
-    Raises, when applied: TypeError for a module without attention of this kind; ValueError for choices and a mesh of several
-    dimensions. In a call: ValueError for unequal parts (found in the first call), cross-attention, a trained attn_mask,
-    cu_seqlens with dropout_p, alibi_slopes or a window of later rows ("heads" takes these), ShapeError for an odd number of
-    rows in zigzag order; RuntimeError for what would run the block's own forward; NotImplementedError for second-order
-    gradients.
+    Saved for backward: 1/n of what the block saves. With equal seeds attention dropout equals the unsplit block's.
+    Raises ValueError or ShapeError for rows or heads that n does not divide, a trained attn_mask and, with "gather", cu_seqlens
+    with dropout_p, alibi_slopes or windows of later rows.
     """
 
     def __init__(self, *, order: str = "contiguous", exchange: str = "gather"):

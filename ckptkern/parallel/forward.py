@@ -1,5 +1,4 @@
-"""The parallel style of fused blocks, and what replaces a block's forward on a shard: its own, on this rank's parts of the
-parameters."""
+"""Tensor parallelism: the style of fused blocks, and a block's forward on this rank's parts of its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _log = logging.getLogger("ckptkern")
 
 
 class Waited(torch.autograd.Function):
-    """The plain tensor of one that a collective still writes, as torch's styles hand it on."""
+    """Waits for a collective's result, an AsyncCollectiveTensor as torch's styles pass it, and returns the plain tensor."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ class Waited(torch.autograd.Function):
 
 
 class Around:
-    """A forward around a block's own. An object, so that deepcopy and pickle follow it."""
+    """Wraps a block's forward; an object, so that deepcopy and pickle follow it."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -49,7 +48,7 @@ class Around:
 
 
 class Sharded(Around):
-    """A block's forward on a shard."""
+    """Runs a block's forward on a shard."""
 
     def __init__(self, module: nn.Module, places: dict[str, Place], shard: Shard):
         super().__init__(module)
@@ -61,11 +60,11 @@ class Sharded(Around):
         first = True
 
         def local(value: Any) -> Any:
-            """As this rank reads it: the first tensor, which is the input, in the layout of the group."""
+            """Returns an argument as a local tensor: the first tensor, which is the input, in the layout of the group."""
             nonlocal first
             if type(value) in (tuple, list):
                 return type(value)(map(local, value))
-            if not isinstance(value, Tensor):  # a cache, say, stays the same object
+            if not isinstance(value, Tensor):  # a cache stays the same object
                 return value
             place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
             first = False
@@ -95,34 +94,34 @@ class Sharded(Around):
                 ACTIVE.gathered = outer
 
     def names(self) -> Iterator[tuple[nn.Module, str, str]]:
-        """(owner, its name there, its name) of every parameter, also of one that has several."""
+        """Yields (module, name in the module, full name) of every parameter, once per name."""
         for path, owner in self.module.named_modules():
             for name, value in owner._parameters.items():
                 if value is not None:
                     yield owner, name, f"{path}.{name}" if path else name
 
     def parts(self) -> dict[int, Tensor]:
-        """This rank's part of every parameter, by the parameter's id."""
-        made: dict[int, Tensor] = {}
+        """Returns this rank's part of every parameter, by the parameter's id."""
+        parts: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
         for owner, key, name in self.names():
             value = owner._parameters[key]
-            if id(value) not in made:
-                made[id(value)] = value.to_local() if isinstance(value, DTensor) else value
+            if id(value) not in parts:
+                parts[id(value)] = value.to_local() if isinstance(value, DTensor) else value
             if name in self.summed:
-                summed[id(value)] = made[id(value)]
-        return made | dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
+                summed[id(value)] = parts[id(value)]
+        return parts | dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
 
     def whole(self) -> dict[int, Tensor]:
         values = {id(owner._parameters[key]): owner._parameters[key] for owner, key, _ in self.names()}
         return {i: value.full_tensor() if isinstance(value, DTensor) else value for i, value in values.items()}
 
     @contextmanager
-    def parameters(self, made: dict[int, Tensor]) -> Iterator[None]:
-        """Puts plain tensors in the place of the parameters."""
+    def parameters(self, tensors: dict[int, Tensor]) -> Iterator[None]:
+        """Replaces the parameters by plain tensors inside."""
         were = [(owner._parameters, key, owner._parameters[key]) for owner, key, _ in self.names()]
         for parameters, key, value in were:
-            parameters[key] = made[id(value)]
+            parameters[key] = tensors[id(value)]
         try:
             yield
         finally:
@@ -136,35 +135,21 @@ def _log_whole(reason: str) -> None:
 
 
 class TensorParallel(ParallelStyle):
-    """Splits a fused block over the ranks of a one-dimensional mesh: a style of torch's parallelize_module.
+    """A parallelize_module style that splits a fused block over n ranks.
 
         parallelize_module(model, mesh["tp"], {"layers.*": TensorParallel()})
 
-    The block is a module of ckptkern.nn (MLP, GatedMLP, LlamaAttention, LlamaDecoderLayer, MultiheadAttention,
-    TransformerEncoderLayer, TransformerDecoderLayer) or one that ckptkern.convert fused whole as attention, MLP or
-    layer. Each rank's op computes a part of the heads and of the hidden units; one all-reduce per sublayer sums the
-    parts, in forward and in backward.
+    The blocks are MLPs, attention and layers of ckptkern.nn or fused by ckptkern.convert. Each rank computes 1/n of the heads
+    and hidden units; one all-reduce per sublayer and pass sums the parts. Parameters become DTensors: q, k, v, gate and up are
+    split by rows, output and down projections by columns; others, also packed weights, are replicated.
 
-    Parameters become DTensors: the rows of q, k, v, gate and up are Shard(0), the columns of the output and the down projection
-    Shard(1) (the other dimension in a layer that stores weights transposed), norms, the last biases and packed weights
-    Replicate. Their gradients are placed alike.
+    sequence_parallel: x and y [..., S/n, d] are this rank's rows, and an all-gather and a reduce-scatter replace the
+    all-reduce; else both are equal on all ranks.
 
-    x: the block's input, [..., S, d], equal on all ranks, as is y. sequence_parallel: x and y are this rank's rows,
-    [..., S/n, d], the same number on each rank, and every other argument is for all rows; an all-gather and a
-    reduce-scatter replace the all-reduce. A DTensor x is redistributed; y is a local tensor. dtypes, autocast and
-    recompute modes are the block's.
-
-    Saved for backward: of each sublayer its x (this rank's rows under sequence_parallel), 1/n of what else the mode saves, 16
-    bytes for each dropout, and the input of a norm after the branch. Dropout samples the masks of the unsharded block
-    if all ranks of the group have the same seed; the first states are compared.
-
-    If the op does not cover a call (need_weights=True, hooks inside, another kind of call than was checked), the ranks
-    gather the parameters and run the whole block.
-    Raises, when applied: TypeError for a module that is not a fused block, ValueError if the number of ranks does not
-    divide num_heads, num_kv_heads or the hidden units, for LoRA, norms over all heads at once, a mesh of several
-    dimensions, and parameters that are DTensors. In a call: RuntimeError for ranks with different seeds, and for a call
-    that would run the whole block under sequence_parallel or backend("triton"); NotImplementedError for second-order
-    gradients.
+    Saved for backward: each sublayer's x, and 1/n of what else the mode saves. Dropout equals the unsplit block's. A call that
+    the op does not cover gathers the parameters.
+    Raises ValueError for heads or hidden units that n does not divide, LoRA, norms over all heads and DTensor parameters;
+    RuntimeError for different seeds, and for gathering under sequence_parallel or backend("triton").
     """
 
     def __init__(self, *, sequence_parallel: bool = False):
@@ -184,17 +169,17 @@ class TensorParallel(ParallelStyle):
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )
-        sharded, made = Sharded(module, places, shard), dict[int, nn.Parameter]()
+        sharded, distributed = Sharded(module, places, shard), dict[int, nn.Parameter]()
         for owner, key, name in list(sharded.names()):
             value = owner._parameters[key]
-            if id(value) not in made:
+            if id(value) not in distributed:
                 if isinstance(value, DTensor):
                     raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
                 place = places.get(name, Place(None))
                 split = Replicate() if place.dim is None else Split(place.dim)
                 tensor = distribute_tensor(value, device_mesh, [split])
-                made[id(value)] = nn.Parameter(tensor, value.requires_grad)
-            owner._parameters[key] = made[id(value)]
+                distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
+            owner._parameters[key] = distributed[id(value)]
         module.forward = sharded  # type: ignore[method-assign]
         return module
 

@@ -1,4 +1,4 @@
-"""Decides which parameters of a block are split over a tensor-parallel group, from the arguments of the op that replaces it."""
+"""Chooses the parameters of a block to split over a tensor-parallel group, by their roles in the op that replaces the block."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Template = dict[str, Any]  # of an op's arguments, in which a Weight names a par
 
 
 class Place(NamedTuple):
-    """Says where a parameter lies. dim: along which it is split, None if every rank has all of it. summed: is its gradient the
-    sum of the ranks' own? "sequence": under sequence parallelism, where each rank sees its rows alone."""
+    """The placement of a parameter. dim: the dimension that is split, None if replicated. summed: the gradient is the sum of
+    the ranks' gradients; "sequence": only under sequence parallelism, where each rank sees its own rows."""
 
     dim: int | None
     summed: bool | str = False
@@ -32,7 +32,7 @@ ROWS, COLUMNS, INSIDE, AROUND = Place(0), Place(1), Place(None, True), Place(Non
 
 
 class Block(NamedTuple):
-    """Names an op that replaces a module, and its arguments."""
+    """An op that replaces a module, and its arguments."""
 
     op: str
     template: Template
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 _X, _MEMORY, _NO_MASKS = torch.empty(0), torch.empty(0), (None, None, False)
-BLOCKS: dict[type, tuple[str, tuple]] = {  # the op, and what the method is called with that returns its arguments
+BLOCKS: dict[type, tuple[str, tuple]] = {  # the op, and the arguments of the method that returns the op's arguments
     ours.MLP: ("mlp_block", ()),
     ours.GatedMLP: ("mlp_block", ()),
     ours.LlamaAttention: ("attention_block", (_X,)),
@@ -52,7 +52,7 @@ BLOCKS: dict[type, tuple[str, tuple]] = {  # the op, and what the method is call
 
 
 def named(module: nn.Module, arguments: Template) -> Template:
-    """Returns arguments with parameters, and parts of them, as the Weights of their names."""
+    """Replaces parameters, and views of them, in arguments by Weights with their names."""
     names = {id(p): Weight(name) for name, p in module.named_parameters(remove_duplicate=False)}
 
     def name(value: Any) -> Any:
@@ -63,8 +63,8 @@ def named(module: nn.Module, arguments: Template) -> Template:
 
 
 def blocks_of(style: str, module: nn.Module) -> list[Any]:
-    """Returns the ops that replace a module, one for each kind of call, under the forwards of parallel styles. Raises TypeError
-    if there are none."""
+    """Returns the ops that replace a module, one for each kind of call, also if parallel styles wrap its forward. Raises
+    TypeError if there are none."""
     forward = module.__dict__.get("forward")
     while hasattr(forward, "inner"):
         forward = forward.inner
@@ -81,11 +81,11 @@ def blocks_of(style: str, module: nn.Module) -> list[Any]:
 
 
 def check_attends(module: nn.Module) -> None:
-    """Raises TypeError unless all that the block does is the op of an attention or a layer without cross-attention."""
+    """Raises TypeError unless the block is an attention, or a layer without cross-attention."""
     kind = type(module).__name__
     for block in blocks_of("ContextParallel", module):
         if block.op not in ("attention_block", "transformer_layer"):
-            raise TypeError(f"ContextParallel: {kind} is a {block.op}, which needs no style: it has no attention")
+            raise TypeError(f"ContextParallel: {kind} is a {block.op}, which has no attention and needs no style")
         for sublayer in sublayers_of(block.template):
             if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
                 which = "latent " if "kv_a_weight" in sublayer else "cross-"
@@ -100,8 +100,8 @@ def weights_in(value: Any) -> Iterator[Weight]:
     if isinstance(value, Weight):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from weights_in(one)
+        for item in value:
+            yield from weights_in(item)
 
 
 def sublayers_of(template: Template) -> Iterator[Template]:
@@ -123,9 +123,9 @@ SPLIT = {
 
 
 def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
-    """Returns by name the places of all parameters on `size` ranks. What no role names is on every rank. Raises TypeError for a
-    block that has no sharded form."""
-    found: dict[int, Place] = {}
+    """Returns the places of all parameters on `size` ranks, by name; parameters without a role are replicated. Raises TypeError
+    or ValueError for a block that cannot be split."""
+    places: dict[int, Place] = {}
     block = type(module).__name__
     for op in blocks_of("TensorParallel", module):
         if any("kv_a_weight" in sublayer for sublayer in sublayers_of(op.template)):
@@ -155,7 +155,7 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
             for role, value in sublayer.items():
                 for weight in weights_in(value):
                     place, tensor = place_of(module, sublayer, role, weight), parameter(module, weight)
-                    if found.setdefault(id(tensor), place) != place:
+                    if places.setdefault(id(tensor), place) != place:
                         raise ValueError(
                             f"TensorParallel: {weight.path} has two roles that are split along different dimensions"
                         )
@@ -165,7 +165,7 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
                             f"be a multiple of the mesh's size, {size}"
                         )
     named = module.named_parameters(remove_duplicate=False)
-    return {name: found.get(id(tensor), Place(None)) for name, tensor in named}
+    return {name: places.get(id(tensor), Place(None)) for name, tensor in named}
 
 
 def parameter(module: nn.Module, weight: Weight) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which recompute mode where: what each region of a model costs, and the cheapest choice under a budget."""
+"""Chooses a recompute mode for each region of a model: measures their costs, and picks the cheapest choice within a budget."""
 
 from .certify import Certificate, certify
 from .plan import Frontier, Plan, frontier, plan

@@ -1,4 +1,4 @@
-"""certify: does a converted model compute what the unmodified one computes? Both against float64, on one batch."""
+"""Compares a training step of a converted model with the unmodified model's, both against float64."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ from ..conversion.trace import Call, mapped
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
-SHOWN = 5  # parameters that print shows
-OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # what replaces modules that are no regions, by its class
+SHOWN = 5  # parameters shown by print
+OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # names of replacements that are not regions, by their class
 
 
 @dataclasses.dataclass
 class GradientError:
-    """The relative errors of a parameter's gradient against float64, ||g - g64|| / ||g64||: eager PyTorch's, and ours.
-
-    A gradient counts as at least a hundredth of the largest one, by root mean square: that of a key's bias is rounding alone.
-    """
+    """Relative errors of a parameter's gradient, ||g - g64|| / ||g64||. ||g64|| counts as at least 1% of the largest
+    gradient's (root mean square)."""
 
     name: str
     eager: float
@@ -44,18 +42,17 @@ class GradientError:
 
     @property
     def ratio(self) -> float:
-        """Ours over eager's; 1 if both are 0."""
+        """Returns ours / eager; 1 if both are 0."""
         return self.ours / self.eager if self.eager else float("inf") if self.ours else 1.0
 
 
 @dataclasses.dataclass
 class Certificate:
-    """What certify found. print(certificate) says it; write(path) writes it, with all parameters, as Markdown.
+    """The result of `certify`; `print(certificate)` summarizes it, and `write(path)` writes all of it as Markdown.
 
-    gradients: of every trained parameter. Of (unmodified, converted) are loss: the relative errors of the loss; saved: bytes
-    that forward saves for backward, besides parameters; peak: bytes that the step rises above what is there. replaced: name ->
-    what replaces the module. unused: names of those whose replacement did not run. dropout: False if it was there and off.
-    least: what counts as the unmodified model's error where that is smaller.
+    gradients: errors of each trained parameter's gradient. loss, saved, peak: the loss's error, bytes saved for backward, and
+    the step's peak, each as (unmodified, converted). replaced: module name -> its replacement. unused: replaced modules that
+    ran as before convert. `passed`: whether it passes; `failures`: names whose error is too large.
     """
 
     gradients: list[GradientError]
@@ -69,22 +66,22 @@ class Certificate:
     least: float
 
     def allowed(self, error: float) -> float:
-        """The largest error of ours that passes where eager's is `error`."""
+        """Returns the largest error that passes where eager's is `error`."""
         return self.tolerance * max(error, self.least)
 
     @property
     def failures(self) -> list[str]:
-        """ "loss" and names of parameters whose error is too large, or not a number."""
-        named = [("loss", *self.loss), *((one.name, one.eager, one.ours) for one in self.gradients)]
+        """Returns the names of parameters, or "loss", whose error is too large or NaN."""
+        named = [("loss", *self.loss), *((gradient.name, gradient.eager, gradient.ours) for gradient in self.gradients)]
         return [name for name, eager, ours in named if not ours <= self.allowed(eager)]
 
     @property
     def passed(self) -> bool:
-        """Is there a replaced module, did all of them run, and is no error too large?"""
+        """Returns whether modules were replaced, all of them ran, and no error is too large."""
         return not (self.failures or self.unused) and bool(self.replaced)
 
     def text(self, most: int | None = None) -> str:
-        """All of it, with the gradients of the largest ratios first, `most` of them."""
+        """Returns the certificate as text, with the `most` gradients of the largest ratios; None: all."""
         verdict = "passed: the converted model computes what the unmodified one computes" if self.passed else "FAILED"
         lines = [verdict]
         if self.failures:
@@ -93,7 +90,10 @@ class Certificate:
             lines.append(f"replaced, but ran as before convert: {', '.join(self.unused)}")
         if not self.replaced:
             lines.append("nothing was replaced: print(ckptkern.convert(model, ...)) says why")
-        largest = [max(errors) for errors in zip(*((one.eager, one.ours) for one in self.gradients), strict=True)]
+        largest = [
+            max(errors)
+            for errors in zip(*((gradient.eager, gradient.ours) for gradient in self.gradients), strict=True)
+        ]
         summary = [
             ("against float64", "unmodified", "converted"),
             ("error of the loss", *map("{:.1e}".format, self.loss)),
@@ -105,8 +105,11 @@ class Certificate:
         lines.append(f"passes: at most {self.tolerance:g} times the unmodified model's error, or {self.allowed(0):.1e}")
         off = "off, because ckptkern's masks are not torch's of the same seed"
         lines.append(f"dropout: {'none' if self.dropout else off}")
-        order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
-        errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
+        order = sorted(self.gradients, key=lambda gradient: -gradient.ours / self.allowed(gradient.eager))
+        errors = [
+            (gradient.name, f"{gradient.eager:.1e}", f"{gradient.ours:.1e}", f"{gradient.ratio:.2f}")
+            for gradient in order[:most]
+        ]
         groups = alike(Row(name, "", by) for name, by in self.replaced.items())
         replaced = [(name, str(rows[0].replaced_by)) for name, rows in groups]
         for table in (
@@ -120,14 +123,14 @@ class Certificate:
         return self.text(SHOWN)
 
     def write(self, path: str | os.PathLike) -> None:
-        """Writes all of it as Markdown."""
+        """Writes the whole certificate as Markdown."""
         verdict, _, rest = self.text().partition("\n")
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         Path(path).write_text(f"# {verdict}\n\n```text\n{rest}\n```\n\ntorch {torch.__version__}, {device}\n")
 
 
 class InFloat64(TorchDispatchMode):
-    """Models upcast norms and logits to float32. What is float64 stays so."""
+    """Keeps float64 tensors in float64 where a model upcasts norms and logits to float32."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -139,7 +142,7 @@ class InFloat64(TorchDispatchMode):
 
 
 class Ran(NamedTuple):
-    """A step, and its gradients, by name."""
+    """A step and its gradients by parameter name."""
 
     step: Step
     gradients: dict[str, Tensor]
@@ -152,46 +155,37 @@ def certify(
     tolerance: float = TOLERANCE,
     **example_kwargs: Any,
 ) -> Certificate:
-    """Runs a training step of the unmodified model, of the converted one and of the unmodified one in float64, on one batch,
-    and compares the loss and the gradient of every trained parameter.
+    """Compares a training step of the converted model with the unmodified model's: the loss and every gradient, both against
+    float64.
 
         certificate = ckptkern.certify(model, input_ids=ids, labels=ids)
-        print(certificate)
-        certificate.write("certificate.md")
-        assert certificate.passed
+        assert certificate.passed, certificate
 
-    The model may be converted or not: of a converted one a copy is reverted, of another one a copy is converted, with the
-    defaults of `convert`. The model itself, its gradients and random states stay as they are. Copies need memory: of the model,
-    and of it in float64, one after the other.
+    The steps run on copies, one reverted or one converted by `convert`'s defaults. A model with dropout is compared in eval
+    mode. The certificate passes if all replaced modules ran and each error is at most `tolerance` times the unmodified model's,
+    or times the median of all gradients' errors or the dtype's eps if larger.
 
-    It passes if every error of the converted model is at most `tolerance` times the unmodified model's own error in its dtype,
-    both against float64; where that is small, at most so many times the median of all gradients' errors, or the dtype's eps.
-    All replaced modules must have run. ckptkern's dropout masks are not torch's, so a model with dropout is compared in eval
-    mode.
+    example_inputs, example_kwargs: a training batch. loss: as in `report`; but None weights the tensors by random numbers.
 
-    example_inputs, example_kwargs: a batch of training. loss: from what the model returns to the scalar that is
-    differentiated; None takes the output's `loss`, or its one scalar, as of a model that returns (logits, loss); else the sum
-    of its tensors, each weighted by random numbers. Under torch.autocast both models run in it, and float64 without.
-
-    Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
-    wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
+    Raises TypeError for another class of model or missing inputs; ValueError if the model is compiled, sharded or wrapped,
+    returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
     batch = example_inputs, example_kwargs
     check_step("certify", model, batch)
     eager = revert(copied(model))
     is_random = random(eager.train(), batch)
     if is_random and random(eager.eval(), batch):
-        raise ValueError(
-            "certify: two calls in eval mode give two results, so there is nothing to compare: make it deterministic"
-        )
+        raise ValueError("certify: two calls of the model in eval mode give different results. Make it deterministic")
     ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
     forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
     before = {name: dict(forward.calls) for name, forward in forwards.items()}
-    theirs, converted = (ran(one, batch, loss, not is_random) for one in (eager, ours))
+    theirs, converted = (ran(m, batch, loss, not is_random) for m in (eager, ours))
     as_said = "fused", "checkpointed"
-    unused = [name for name, one in forwards.items() if all(one.calls[how] == before[name][how] for how in as_said)]
+    unused = [
+        name for name, forward in forwards.items() if all(forward.calls[how] == before[name][how] for how in as_said)
+    ]
     replaced = replaced_by(ours)
     del ours, forwards
     try:
@@ -202,8 +196,8 @@ def certify(
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
         ) from error
-    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(one, exact) for one in (theirs, converted))
-    eps = max(torch.finfo(one.dtype).eps for one in theirs.gradients.values())
+    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(run, exact) for run in (theirs, converted))
+    eps = max(torch.finfo(gradient.dtype).eps for gradient in theirs.gradients.values())
     return Certificate(
         list(map(GradientError, exact.gradients, errors, errors_of_ours)),
         loss=(loss_of_theirs, loss_of_ours),
@@ -225,26 +219,26 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def replaced_by(model: nn.Module) -> dict[str, str]:
-    """What replaces each module that convert changed, by name."""
-    found = {}
+    """Returns what replaces each module that convert changed, by name."""
+    names = {}
     for name, module in model.named_modules():
         if is_converted(module):
             kind = type(forward_of(module)).__name__
-            found[name] = OTHERS.get(kind) or server_of(module) or kind
-    return found
+            names[name] = OTHERS.get(kind) or server_of(module) or kind
+    return names
 
 
 def random(model: nn.Module, call: Call) -> bool:
-    """Do two calls differ?"""
+    """Returns whether two calls give different results."""
     args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
         outputs = [model(*args, **kwargs) for _ in range(2)]
-    tensors = [parts_of(dict(one) if hasattr(one, "keys") else one) for one in outputs]
+    tensors = [parts_of(dict(output) if hasattr(output, "keys") else output) for output in outputs]
     return not all(map(torch.equal, *tensors))
 
 
 def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
-    """Runs one step, always from the same seed, with zeros as gradients before."""
+    """Runs one step from a fixed seed, with gradients of zeros before."""
     gradients: dict[str, Tensor] = {}
     step = step_of(
         model,
@@ -258,14 +252,16 @@ def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of tensors, each times fixed random numbers."""
+    """Returns the sum of the tensors, each times fixed random numbers."""
     seed = torch.Generator().manual_seed(0)
-    return torch.stack([(one * torch.randn(one.shape, generator=seed).to(one)).double().sum() for one in wanted]).sum()
+    return torch.stack(
+        [(tensor * torch.randn(tensor.shape, generator=seed).to(tensor)).double().sum() for tensor in wanted]
+    ).sum()
 
 
 def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
-    """Returns the relative errors of the loss and of each gradient."""
-    floor = 1e-2 * max((rms(one) for one in exact.gradients.values()), default=0.0)
+    """Returns the relative error of the loss and of each gradient."""
+    floor = 1e-2 * max((rms(gradient) for gradient in exact.gradients.values()), default=0.0)
 
     def error(of: Tensor, to: Tensor, least: float = 0.0) -> float:
         return rms(of.double() - to.double()) / max(rms(to), least, 1e-300)

@@ -1,4 +1,4 @@
-"""The picture of a report: memory over one step, up in forward and down in backward, and what stands at its peak."""
+"""Draws a report: memory over one training step, and the tensors alive at its peak."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]], path: str | os.PathLike) -> None:
-    """Memory over the step above; below, what stands at the peak of the mode whose peak is lowest."""
+    """Draws memory over the step, and below it the tensors alive at the peak of the mode with the lowest peak."""
     figure = Figure(figsize=(8.0, 6.8), layout="constrained")
     over_time, at_peak = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_timelines(over_time, timelines)
     mode = min(timelines, key=lambda mode: timelines[mode].peak)
-    rows = largest_standing(standing[mode])  # a bar for each of the largest, the rest in one
+    rows = largest_standing(standing[mode])  # a bar for each of the largest, one for the rest
     unit, size = unit_of(max(nbytes for nbytes, *_ in rows))
-    names = [f"{what}  {place}".rstrip() for _, what, place in rows]
+    names = [f"{tensor}  {place}".rstrip() for _, tensor, place in rows]
     at_peak.barh(names, [nbytes / size for nbytes, *_ in rows], color=COLORS.get(mode))
     at_peak.invert_yaxis()
     at_peak.tick_params(axis="y", labelsize=7, length=0)
@@ -38,14 +38,14 @@ def unit_of(top: float) -> tuple[str, int]:
 
 
 def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str, str] = COLORS) -> None:
-    """Forward and backward are each as wide as the other: under the profiler their times mean little."""
-    top = max(one.peak for one in timelines.values())
+    """Draws forward and backward with equal widths, because the profiler distorts their times."""
+    top = max(timeline.peak for timeline in timelines.values())
     unit, size = unit_of(top)
-    for mode, one in timelines.items():
-        heights = [n / size for n in one.bytes]
-        label = f"{mode}: peak {three_digits(one.peak / size)} {unit}"
-        middle, end = one.marks["backward"], one.milliseconds[-1]  # forward from 0 to 1, backward from 1 to 2
-        places = [t / middle if t <= middle else 1.0 + (t - middle) / (end - middle) for t in one.milliseconds]
+    for mode, timeline in timelines.items():
+        heights = [n / size for n in timeline.bytes]
+        label = f"{mode}: peak {three_digits(timeline.peak / size)} {unit}"
+        middle, end = timeline.marks["backward"], timeline.milliseconds[-1]  # forward from 0 to 1, backward from 1 to 2
+        places = [t / middle if t <= middle else 1.0 + (t - middle) / (end - middle) for t in timeline.milliseconds]
         axes.step(places, heights, where="post", color=colors.get(mode), linewidth=1.4, label=label)
     axes.axvline(1.0, color="#9aa3ab", linewidth=1.0, linestyle=":")
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])

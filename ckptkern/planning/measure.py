@@ -1,10 +1,9 @@
-"""What each region of a model saves, and what it costs, in each of its strategies.
+"""Measures what each region of a model saves and costs in each of its strategies.
 
-One forward of the model at first, of which nothing is held: who is called with what, and what is saved outside of the regions.
-Then one region of each kind runs alone in each of its strategies, forward and backward, on the input that it had in the model:
-its saved bytes, matmuls, transient memory and time. What it saves of its inputs and outputs has a name in the model, by which
-it is counted once if a neighbour saves it too: so the bytes of any mixture of strategies are those of a union, exact, and not
-a sum.
+One forward of the model records the calls of each region and what is saved outside of the regions. Then one region of each kind
+runs alone in each strategy, forward and backward, on its input from the model: its saved bytes, matmuls, transient memory and
+time are measured. Saved inputs and outputs have names in the model, so that a tensor saved by two neighbours counts once. The
+bytes of any combination of strategies are therefore those of a union, and exact.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from .segments import Segment, Strategy, Workspaces, in_strategies
 from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
 from .timing import Clock, Rates, Roofline
 
-# At most so many rounds of timings; so many seconds, from the fourth round on; and so many before it, where a round is so long
-# that its noise is small. On a CPU the first pass over the strategies is such a round if it is as long.
+# At most ROUNDS rounds of timing. They end after PATIENCE seconds from the fourth round on, and after LONG seconds before it,
+# because long rounds have little noise. On a CPU the first pass over the strategies counts as such a round.
 ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
@@ -49,7 +48,8 @@ ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
 def held_of(saved: Saved, step: Step) -> Held:
-    """Returns what these storages are to the step: those whose name is None are parameters and buffers, and do not count."""
+    """Returns the saved storages by their names in the step. Storages named None are parameters and buffers, and do not
+    count."""
     shared = {name: nbytes for key, nbytes in saved.items() if (name := step.names.get(key)) is not None}
     return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
 
@@ -58,11 +58,12 @@ def held_of(saved: Saved, step: Step) -> Held:
 
 
 class Seeds(Function):
-    """The root of a region's results, whose gradients of ones backward makes, and nothing else holds, as in a model."""
+    """Joins a region's results to one root, for which backward creates gradients of ones that nothing else holds, as in a
+    model."""
 
     @staticmethod
     def forward(ctx, *results: Tensor) -> Tensor:
-        ctx.like = [(one.shape, one.dtype) for one in results]
+        ctx.like = [(result.shape, result.dtype) for result in results]
         return results[0].new_zeros(())
 
     @staticmethod
@@ -71,7 +72,8 @@ class Seeds(Function):
 
 
 def as_result(tensor: Tensor) -> Tensor:
-    """An input is the result of something: modules may write into it. Its strides decide what a region copies, and saves."""
+    """Returns a copy of an input that is not a leaf, so that modules may write into it. It keeps the strides, which decide
+    what a region copies and saves."""
     if not tensor.requires_grad:
         return tensor
     result = tensor.clone()
@@ -81,7 +83,7 @@ def as_result(tensor: Tensor) -> Tensor:
 
 
 class Alone(nn.Module):
-    """A region as a model of its own: from a call to the root of its results, which only the graph holds."""
+    """Runs a region as a model of its own: takes a call and returns the root of the results, which only the graph holds."""
 
     def __init__(self, region: nn.Module):
         super().__init__()
@@ -90,38 +92,38 @@ class Alone(nn.Module):
     def forward(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = mapped(as_result, (args, kwargs))
         output = self.region(*args, **kwargs)
-        results = [one for one in tensors_in(output) if one.requires_grad]
+        results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         return Seeds.apply(*results) if results else torch.zeros((), requires_grad=True)
 
 
 def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
-    """Records one forward and backward: the cost, whose seconds are those of a pass that is recorded, and what is saved, by the
-    places of inputs and outputs. names: of the storages of the model's parameters and buffers."""
+    """Records one forward and backward. Returns the cost, whose seconds include the recording, and what is saved, named by
+    the places of inputs and outputs. names: storages of the model's parameters and buffers."""
     step = Step()
     step.names |= names
     step = step_of(alone, (call, {}), [("", alone.region)], step=step)
-    forward = next(one for one in step.stretches if one.region is not None)
-    backward = list(itertools.dropwhile(lambda one: not one.backward or one.region is None, step.stretches))
-    rise = max((one.highest - backward[0].start for one in backward), default=0)
+    forward = next(stretch for stretch in step.stretches if stretch.region is not None)
+    backward = list(itertools.dropwhile(lambda stretch: not stretch.backward or stretch.region is None, step.stretches))
+    rise = max((stretch.highest - backward[0].start for stretch in backward), default=0)
     cost = Cost(step.seconds, step.flops, forward.highest - forward.start, max(0, rise), max(0, rise - step.gradients))
     return cost, held_of(step.calls[0][0].saved, step)
 
 
 def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
-    """Fills the kind's costs and what it saves in each strategy. names: as of `watched_alone`. rates: of a GPU whose times are
-    estimated on the meta device. The rounds of timings interleave the strategies."""
+    """Measures the kind's costs and saved bytes in each strategy. Rounds of timing interleave the strategies. names: as in
+    `watched_alone`. rates: of the GPU whose times are estimated on the meta device."""
     segment, strategies, alone = kind.first, kind.strategies, Alone(kind.first.module)
     call = mapped(as_input, kind.call)
     device, start = device_of(alone, call), time.perf_counter()
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
-    leaves = [one for one in (*alone.parameters(), *tensors_in(call)) if one.is_leaf]
+    leaves = [tensor for tensor in (*alone.parameters(), *tensors_in(call)) if tensor.is_leaf]
 
     def prepare() -> Callable[[], Any]:
         set_gradients(leaves)
         return lambda: alone(*call).backward()
 
-    for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
+    for i in (0, *range(len(strategies))):  # the first strategy twice: its first run loads libraries
         with in_strategies([segment], [strategies[i]]), suppress(torch.OutOfMemoryError):
             kind.costs[i], kind.held[i] = watched_alone(alone, call, names)
             times[i] = []
@@ -129,15 +131,15 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
-                # a kernel's matmuls are no ops of PyTorch's: flops of library ops are those of their formulas
+                # flops of library ops come from formulas, because PyTorch does not see the matmuls of a kernel
                 with Roofline(rates) as forward:
                     root = alone(*call)
                 with Roofline(rates) as backward:
                     root.backward()
                 seconds, copied = None, 0
                 if rates is not None:
-                    # copies to the host, of what stays on the device in the same mode, and back run beside the forward and
-                    # backward of a region; what takes longer is what the region takes
+                    # copies to the host and back run beside the region's forward and backward, and the longer of both counts;
+                    # copied is what stays on the device in the same mode without a store
                     if isinstance(strategies[i].store, offload):
                         here = kind.held[strategies.index(Strategy(strategies[i].mode))]
                         copied = (here.bytes - kind.held[i].bytes) / rates.host
@@ -160,14 +162,14 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
 
 
 def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy]) -> int:
-    """Returns the place of the kind that the region is of, which may be a new one."""
-    gradients = [one.requires_grad for one in tensors_in(call)]
+    """Returns the index of the region's kind in `kinds`, to which a new kind is added if none fits."""
+    gradients = [tensor.requires_grad for tensor in tensors_in(call)]
     for i, kind in enumerate(kinds):
-        with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
+        with suppress(Exception):  # comparing a user's objects may raise: then the kinds differ
             if (
                 kind.first.replaced_by == segment.replaced_by
                 and call_kinds([kind.call]) == call_kinds([call])
-                and gradients == [one.requires_grad for one in tensors_in(kind.call)]
+                and gradients == [tensor.requires_grad for tensor in tensors_in(kind.call)]
                 and same_inside(segment.name, segment.module, kind.first.name, kind.first.module)
             ):
                 return i
@@ -182,10 +184,10 @@ def measure(
     shown: Callable[[str], None],
     rates: Rates | None = None,
 ) -> Table:
-    """Returns the table of a model's regions in their strategies. The model, modes and random states are afterwards as before.
+    """Returns the table of a model's regions in their strategies. Restores the model, its modes and the random states.
 
-    strategies: of each region. shown: is told what is measured. rates: of the GPU that a model on the meta device is planned
-    for, whose default workspace the ops then have.
+    strategies: of each region. shown: called with what is being measured. rates: of the GPU for which a model on the meta
+    device is planned; the ops then have its default workspace.
     """
     shown("a forward")
     with in_strategies(segments, [own[-1] for own in strategies]):
@@ -194,25 +196,25 @@ def measure(
     rest = held_of(recorded.outside, recorded)
     table = Table(example, [], [], rest, Workspaces(example.model), workspace, rates)
     numbers = {
-        i: [kind_of(table.kinds, segments[i], one.call, strategies[i]) for one in calls]
+        i: [kind_of(table.kinds, segments[i], recorded_call.call, strategies[i]) for recorded_call in calls]
         for i, calls in sorted(recorded.calls.items())
     }
     fill(table, shown)
-    for i, own in numbers.items():  # of the regions that the model calls
+    for i, own in numbers.items():  # only regions that the model calls
         held = []
-        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # in each strategy, alone
-            found = []
+        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # one entry per strategy
+            held_by_calls = []
             for called, alone in zip(recorded.calls[i], of_calls, strict=True):
                 if not called.hidden:
                     named = [called.names[tuple(place)] for _, *place in alone.shared]
-                    found.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
-            held.append(joined(found))
+                    held_by_calls.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
+            held.append(joined(held_by_calls))
         table.rows.append(Measured(segments[i], own, strategies[i], held))
     return table
 
 
 def fill(table: Table, shown: Callable[[str], None]) -> None:
-    """Measures each kind alone, in the table's workspace."""
+    """Measures each kind alone, within the table's workspace."""
     names, size = owned_by(table.example.model), table.workspace
     with table.workspaces.at(size):
         for kind in table.kinds:
@@ -222,11 +224,11 @@ def fill(table: Table, shown: Callable[[str], None]) -> None:
 
 
 def narrower(table: Table, shown: Callable[[str], None]) -> Table:
-    """Returns the table of the same regions in a smaller workspace: the power of two that is at most a quarter of what the
-    table's takes."""
+    """Returns the table of the same regions within a smaller workspace: the largest power of two that is at most a quarter
+    of what the table's takes."""
     most = table.rise(table.uniform("full"))
     size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
-    kinds = list(map(dataclasses.replace, table.kinds))  # whose costs `fill` replaces
+    kinds = list(map(dataclasses.replace, table.kinds))  # `fill` replaces their costs
     smaller = dataclasses.replace(table, kinds=kinds, workspace=size, steps={}, peaks={})
     fill(smaller, shown)
     return smaller

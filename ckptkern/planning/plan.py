@@ -1,5 +1,5 @@
-"""plan: the cheapest strategies of a model's regions under a budget of bytes. frontier: the longest sequence, or largest batch,
-that trains within one."""
+"""Chooses the cheapest strategies of a model's regions within a budget of bytes (`plan`), and finds the longest sequence or
+largest batch that trains within a budget (`frontier`)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ from .segments import Segment, Strategy, segments_of
 from .table import Choice, Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
-SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
-LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
-CLOSE = 64  # the search of a frontier ends within this part of the size
-MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
+SMALL = (slice(2), slice(64))  # sequences and tokens for the conversion
+LOWER = 0.95  # a smaller workspace helps if it reduces the peak at "full" to this
+CLOSE = 64  # the search of a frontier ends within 1/CLOSE of the size
+MOVED = 0.05  # of the budget: smaller changes of the device's free memory do not change the plan
 
 
 class Plan:
-    """A strategy for each region of a model, and the table that they were chosen from. print(plan) shows both.
+    """The strategies of a model's regions, and the table that they were chosen from; `print(plan)` shows both.
 
-    budget: bytes that a training step may allocate beyond what is there when it begins, or, in a plan by saved bytes, that the
-    forward may save for backward. by_peak: which of the two. peak: bytes that a step in the chosen strategies was measured to
-    allocate, and predicted: what was predicted of it; None in a plan by saved bytes. table: what was measured. adapting: the
-    handle of the hook that plans again, whose `remove()` ends that.
+    budget: in bytes, of the peak if `by_peak`, else of saved tensors. peak, predicted: measured and predicted peak of a step;
+    None without `by_peak`. workspace: limit of each op's workspace; None if unchanged.
     """
 
     def __init__(self, table: Table, budget: int | str, search: Search | None = None):
@@ -57,9 +55,8 @@ class Plan:
         self.replan(budget)
 
     def replan(self, budget: int | str) -> None:
-        """Chooses for another budget, from the same measurements, and applies the choice. A plan by peak measures a step of
-        each choice that is new, and smaller workspaces when they may be of use. Raises BudgetError if no choice meets the
-        budget; the model is then as before."""
+        """Chooses and applies strategies for another budget from the same measurements. A plan by peak measures a step of
+        each new choice. Raises BudgetError if no choice fits; the model is then unchanged."""
         budget = bytes_of("plan", "budget", budget)
         if self.search is None:
             self.chosen = by_saved(self.table, budget)
@@ -74,33 +71,33 @@ class Plan:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of each op's workspace, where that was not less before; None if it was left as it was."""
+        """Returns the limit of each op's workspace in bytes; None if it is unchanged."""
         return self.table.workspace
 
     @property
     def standing(self) -> list[Alive]:
-        """What stands at the peak of a step, the largest first; of a plan by peak."""
+        """Returns the tensors alive at the step's peak, the largest first."""
         return self.table.step(self.chosen).standing() if self.by_peak else []
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """The strategy of each region, by its name."""
+        """Returns the strategy of each region, by name."""
         names = [segment.name for segment in self.table.segments]
         return dict(zip(names, self.table.strategies(self.chosen), strict=True))
 
     @property
     def saved(self) -> int:
-        """Bytes that the model's forward saves for backward, besides parameters and buffers."""
+        """Returns the bytes that forward saves for backward, besides parameters and buffers."""
         return self.table.saved(self.chosen)
 
     @property
     def cost(self) -> float:
-        """Seconds of the regions' forward and backward; on the meta device, flops of their matmuls."""
+        """Returns the seconds of the regions' forward and backward; on the meta device, matmul FLOPs."""
         return self.table.cost_of(self.chosen)
 
     @property
     def transient(self) -> int:
-        """The most that the backward of one region rises above what is saved, besides gradients."""
+        """Returns the most bytes that one region's backward allocates above what is saved, besides gradients."""
         return self.table.transient(self.chosen)
 
     def __str__(self) -> str:
@@ -116,25 +113,25 @@ class Plan:
         return "\n".join(lines)
 
     def _follow_room(self, limit: float) -> None:
-        """Plans again before a training forward if the device's room has moved by more than a twentieth of the budget, up to
-        `limit` bytes. A collective call."""
-        if Bodies.seen or not (self.model.training and torch.is_grad_enabled()):  # a step that is recorded
+        """Plans again before a training forward if the device's free memory has changed by more than MOVED of the budget, up
+        to `limit` bytes. This is a collective call."""
+        if Bodies.seen or not (self.model.training and torch.is_grad_enabled()):  # the step is being recorded
             return
         budget = int(min(limit, room(self.table, self.by_peak, self.chosen)))
         if abs(budget - self.budget) > MOVED * self.budget:
             try:
                 self.replan(max(budget, 0))
             except BudgetError as error:
-                warnings.warn(f"{error}. The step saves that, and may not fit", stacklevel=2)
+                warnings.warn(f"{error}. The step runs with that budget, and may not fit", stacklevel=2)
                 self.replan(error.least)
 
 
 def room(table: Table, by_peak: bool, chosen: Choice) -> int:
-    """Returns the bytes on the device for what a plan bounds: what is free now, less, for saved bytes, the gradients that
-    backward will allocate, and its transients. The least of all ranks."""
+    """Returns the device's free bytes, the smallest of all ranks. For a plan by saved bytes the gradients that backward will
+    allocate, and its transients, are subtracted."""
     device, model = table.example.device, table.example.model
     if device.type == "meta":
-        raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
+        raise ValueError("plan: the model is on the meta device, which has no free memory to plan for. Give a budget")
     free = memory.free_memory(device)
     if not by_peak:
         free -= sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) + table.transient(
@@ -144,7 +141,7 @@ def room(table: Table, by_peak: bool, chosen: Choice) -> int:
 
 
 def bytes_of(op: str, name: str, budget: float | str) -> int:
-    """Returns a bound in bytes. Raises ValueError for what is none."""
+    """Returns a bound in bytes. Raises ValueError if it is not a size."""
     size = memory.bytes_of(budget)
     if size is None:
         raise ValueError(
@@ -155,12 +152,12 @@ def bytes_of(op: str, name: str, budget: float | str) -> int:
 
 @contextmanager
 def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], None]]:
-    """Yields what is told each stage. A model that has no region before has none after an error, or in any case if it is not
-    to stay converted."""
+    """Yields a function to call at each stage. On exit, reverts a model that had no region on entry, after an error or if it
+    is not to stay converted."""
     op, model = example.op, example.model
     if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
         raise ValueError(
-            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+            f"{op}: convert's every made one region of several layers, but {op} measures each layer. Convert without every"
         )
     keeps = bool(segments_of(model))
     try:
@@ -173,25 +170,26 @@ def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], 
 
 
 def found_segments(example: Example, include: Any = None, exclude: Any = None) -> list[Segment]:
-    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints.
+    """Returns the model's regions and the blocks that may become activation checkpoints. Converts a model without regions.
 
-    Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
-    number, and its time does."""
+    Converts on the first few sequences and tokens if the model takes them: they take less time, and what is checked does not
+    depend on their number.
+    """
     model, call = example.model, example.call
     segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
         args, kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), call)
         try:
             convert(model, *args, recompute="full", **options, **kwargs)
-        except Exception:  # of the model's own: its inputs go together in another way
+        except Exception:  # the model's own error: its inputs cannot be cut like this
             convert(model, *call[0], recompute="full", **options, **call[1])
         segments = segments_of(model)
     record, taken = recorded(model, call), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return segments
-    # blocks in which there is no region: those with which a step peaks lowest
-    found = Cuts(record, selected(model, include, exclude) - taken, slices=False)
-    cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
+    # blocks without a region: the choice with the lowest peak
+    candidates = Cuts(record, selected(model, include, exclude) - taken, slices=False)
+    cuts = candidates.best(is_asked=True, of=lambda peak, saved: (peak, saved))
     names = {m: name for name, m in model.named_modules()}
     return segments + [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
@@ -210,40 +208,27 @@ def plan(
     loss: Loss | None = None,
     **example_kwargs: Any,
 ) -> Plan:
-    """Chooses how each region of a model runs, the quickest whose step stays within a budget, and applies it.
+    """Chooses the fastest strategy for each region of a model whose training step stays within a budget, and applies it.
 
         plan = ckptkern.plan(model, input_ids, labels=input_ids, budget="20GiB")
         print(plan)
 
-    Regions are modules of ckptkern.nn and what convert made; a model without any is converted first. Blocks of
-    convolutions and members of lists without a region inside may become activation checkpoints. The strategies of a
-    region are its modes; those of a layer also a mode for each sublayer, such as "full/none"; and each of them with
-    what is saved going to one of `stores`.
+    A model without regions is converted first. A region's strategies are its recompute modes, for a layer also a mode for each
+    sublayer ("full/none"), each with or without one of `stores`. An integer programme (SciPy's milp) chooses among them from
+    measurements of one region of each kind; a step of the choice is then measured.
 
-    Measures saved bytes of every region, exactly; time, matmuls and transient memory of one region of each kind, alone; and,
-    for `budget`, one step with all regions at "full", from which it predicts the peak of every choice. The choice is the
-    optimum of an integer programme (SciPy's milp). A step of it is then measured, and another is chosen if that is above the
-    budget. Of regions that are alike, the first are recomputed and the last save most, which peaks lowest. If no choice meets
-    the budget, or a smaller workspace may save more time than it takes, the same is measured for a quarter of the workspace;
-    a second plan starts with what the first one set, and `replan` with what the ops were given.
+    example_inputs, example_kwargs: a call at training size, with labels so that the loss is in the step. On meta tensors FLOPs
+    replace times, and peaks are counted.
+    budget: bytes that a step may allocate beyond what is there when it begins, such as "20GiB".
+    saved: instead of budget, bytes that forward may save for backward. With neither, it is the device's free memory less
+    gradients and transients.
+    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again if the free memory changes by
+    5% of the budget. include, exclude: as in `convert`. group: ranks that must choose alike; by default all. loss: as in
+    `report`.
+    device: the GPU for which a model on the meta device is planned: "h100", "h200" or "a100".
 
-    example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
-    around the call of plan. Give labels, so that the LM head and loss are in the step. On meta tensors FLOPs of matmuls replace
-    times, and peaks are counted. The random states, buffers and modes are afterwards as before.
-    budget: bytes that a step may allocate beyond what is there when it begins, at every point of it: saved tensors,
-    transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
-    saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
-    them, `saved` is what is free on the device, less gradients and transients.
-    stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again, from the same table, when a
-    step begins and the room on the device has moved by a twentieth of the budget; not with torch.compile or pipelines.
-    include, exclude: as in convert. group: the ranks that must choose alike (by default all), by their largest bytes.
-    loss: from what the model returns to the scalar that a step differentiates, as in `certify`; None takes the output's `loss`,
-    or its one scalar, else the sum of its floating-point tensors.
-    device: "h100", "h200" or "a100": for a model on the meta device, the GPU whose rates give times (a roofline of each op, and
-    of copies to the host beside the region's own work), and whose default workspace the ops have.
-
-    Raises errors.BudgetError with the `least` that would do; ImportError without SciPy; ValueError for both budgets, a model
-    that is compiled, sharded or wrapped by DDP or, with neither, on the meta device; RuntimeError on all ranks if one failed.
+    Raises BudgetError with the smallest feasible budget as `least`; ImportError without SciPy; ValueError for both budgets, a
+    model that is compiled, sharded or in DDP, or a meta model without a budget; RuntimeError if another rank failed.
     """
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
@@ -254,8 +239,8 @@ def plan(
             )
     if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
-    name, given = ("saved", saved) if budget is None else ("budget", budget)
-    limit = math.inf if given is None else bytes_of("plan", name, given)
+    name, bound_given = ("saved", saved) if budget is None else ("budget", budget)
+    limit = math.inf if bound_given is None else bytes_of("plan", name, bound_given)
     by_peak = budget is not None
     example = Example("plan", model, (example_inputs, example_kwargs), loss)
     with converted(example) as shown:
@@ -264,14 +249,14 @@ def plan(
             raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
         if device is not None and not all(p.is_meta for p in model.parameters()):
             raise ValueError(
-                "plan: device is of a model on the meta device; elsewhere times are measured: leave it out"
+                "plan: device is for a model on the meta device. Leave it out: the times of this model are measured"
             )
 
         def measured(larger: Table | None = None) -> Table:
-            """In the ops' own workspace, or in a smaller one than of another table."""
+            """Measures in the ops' own workspace, or in a smaller one than `larger`'s."""
             if larger is None:
                 segments = found_segments(example, include, exclude)
-                strategies = [one.strategies(stores) for one in segments]
+                strategies = [segment.strategies(stores) for segment in segments]
                 table = measure(example, segments, strategies, shown, RATES.get(device))
             else:
                 table = narrower(larger, shown)
@@ -281,7 +266,7 @@ def plan(
             return table
 
         def smaller(table: Table) -> Table | None:
-            """In a smaller workspace; None if that lowers the peak no more."""
+            """Returns the table for a smaller workspace; None if that does not lower the peak."""
             if not table.workspaces.given:
                 return None
             other, full = agreed(lambda: measured(table), group), table.uniform("full")
@@ -289,7 +274,7 @@ def plan(
 
         table = agreed(measured, group)
         bound = limit
-        if adapt or given is None:
+        if adapt or bound_given is None:
             bound = min(limit, room(table, by_peak, table.uniform("full")))
         chosen = Plan(table, int(bound), Search(table, smaller) if by_peak else None)
     if adapt:
@@ -302,10 +287,10 @@ def plan(
 
 @dataclasses.dataclass
 class Frontier:
-    """The largest size that trains within the budget, and the plan with which it does, which is applied.
+    """The largest size that trains within a budget, and its plan, which is applied.
 
-    size: what make_inputs was called with. budget: bytes of a step's peak. tried: the peak of a step with all regions at
-    "full", by size; math.inf where it did not fit the device. plan: of the largest size.
+    size: the argument of make_inputs. budget, `peak`: in bytes. tried: size -> peak of a step at "full"; math.inf if it did not
+    fit.
     """
 
     size: int
@@ -315,7 +300,7 @@ class Frontier:
 
     @property
     def peak(self) -> int:
-        """Bytes that a step of this size was measured to allocate at its peak, as planned; on the meta device counted."""
+        """Returns the peak of the planned step in bytes."""
         assert self.plan.peak is not None
         return self.plan.peak
 
@@ -325,8 +310,8 @@ class Frontier:
             (str(n), size(int(peak)) if math.isfinite(peak) else "does not fit")
             for n, peak in sorted(self.tried.items())
         ]
-        found = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
-        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), found])
+        result = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
+        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), result])
 
 
 def frontier(
@@ -346,22 +331,17 @@ def frontier(
             ids = torch.randint(0, 32000, (1, tokens))
             return {"input_ids": ids, "labels": ids}
 
-        found = ckptkern.frontier(model, inputs, "24GiB")
-        print(found.size, found.plan)
+        longest = ckptkern.frontier(model, inputs, "24GiB")
+        print(longest.size, longest.plan)
 
-    A size fits if a step with every region at "full" stays within the budget. The peak of such a step is measured at few
-    sizes: the next one is where the line through the last two meets the budget, or the middle of what is left. Then `plan`
-    chooses the quickest strategies for the largest size, and measures a step of them: so what is returned has run. On the meta
-    device steps are counted, for models and sizes that are not there.
+    A size fits if a step with every region at "full" stays within the budget.
 
-    make_inputs: size -> the inputs of a step: a tensor, a tuple of positional or a dict of keyword arguments; give labels, so
-    that the LM head and loss are in the step. budget: bytes that a step may allocate beyond what is there when it begins, as
-    in `plan`. multiple: sizes are multiples of it; the first that is tried is `multiple` itself. The search ends when the next
-    size that does not fit is at most `multiple`, or a 64th, larger. limit: the largest size to try, such as the number of the
-    model's positions. include, exclude, loss: as in `plan`.
+    make_inputs: maps a size to a tensor, a tuple of positional or a dict of keyword arguments. multiple: sizes are multiples of
+    it; the search ends within the larger of `multiple` and 1/64 of the size. limit: the largest size to try. budget, include,
+    exclude, loss: as in `plan`.
 
-    Raises errors.BudgetError with the `least` for the first size if that does not fit, ValueError for a bad multiple or limit,
-    and what `plan` raises.
+    Raises BudgetError with `least` for the first size, `multiple`, if that does not fit; ValueError for an invalid multiple or
+    limit; and as `plan`.
     """
     limit_bytes = bytes_of("frontier", "budget", budget)
     for name, value in (("multiple", multiple), ("limit", multiple if limit is None else limit)):
@@ -387,7 +367,7 @@ def frontier(
 
 
 def arguments_of(inputs: Any) -> tuple[tuple, dict[str, Any]]:
-    """(positional, keyword arguments)."""
+    """Returns (positional arguments, keyword arguments)."""
     if isinstance(inputs, dict):
         return (), inputs
     return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
@@ -396,13 +376,13 @@ def arguments_of(inputs: Any) -> tuple[tuple, dict[str, Any]]:
 def search(
     peak_of: Callable[[int], float], budget: int, multiple: int, first: int, limit: int | None
 ) -> tuple[int, dict[int, float]]:
-    """(the largest size that fits, the peaks of all that were tried)."""
+    """Returns the largest size that fits, and the peaks of all sizes tried."""
     tried = {first: peak_of(first)}
     if tried[first] > budget:
         least = tried[first]
         known = f"takes {memory.format_size(int(least))}" if math.isfinite(least) else "does not fit the device"
         raise BudgetError(
-            f'frontier: wanted a step of at most {memory.format_size(budget)}, but size {first} {known} with all at "full". '
+            f'frontier: the budget is {memory.format_size(budget)}, but size {first} {known} with all regions at "full". '
             "Take that budget, a smaller multiple=, or fewer samples",
             int(least) if math.isfinite(least) else 0,
         )
@@ -411,12 +391,12 @@ def search(
     while fails is None or fails - fits > max(multiple, fits // CLOSE):
         guess = (fits + fails) / 2 if bisect and fails is not None else crossing(tried, fits, budget)
         highest = math.inf if fails is None else fails - multiple
-        # no step takes very much more than another
+        # do not grow more than fourfold at once
         size = max(int(min(guess, 4 * fits, highest)) // multiple * multiple, fits + multiple)
         if limit is not None and size > limit:
             break
         tried[size] = peak_of(size)
-        # a line that is bent is met from one side only
+        # extrapolation approaches a curved line from one side only, so bisect every other time
         bisect = not bisect and fails is not None and size != fails
         if tried[size] <= budget:
             fits = size
@@ -426,7 +406,8 @@ def search(
 
 
 def crossing(tried: dict[int, float], fits: int, budget: int) -> float:
-    """Where the line through the largest size that fits and its nearest neighbour meets the budget, a little beyond."""
+    """Returns the size at which the line through the largest size that fits and its nearest neighbour meets the budget;
+    without a neighbour, twice that size."""
     others = [n for n, peak in tried.items() if n != fits and math.isfinite(peak)]
     if not others:
         return 2 * fits

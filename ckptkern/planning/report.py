@@ -1,4 +1,4 @@
-"""report: what each region of a model saves and costs in each mode, beside eager PyTorch."""
+"""Reports what each region of a model saves and costs in each mode, beside eager PyTorch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from .table import Example, standing_lines
 
 @dataclasses.dataclass
 class Line:
-    """A region in a mode, "eager PyTorch" for its forward before convert.
+    """A region in one mode; mode "eager PyTorch" is its forward before convert.
 
-    saved: bytes that it saves for backward, besides parameters and buffers. seconds: of its forward and backward. flops: of
-    their matmuls. transient: bytes that backward rises above what is saved, besides gradients. seconds is None on the meta
-    device.
+    saved: bytes saved for backward. seconds: of forward and backward; None on the meta device. flops: of their matmuls.
+    transient: bytes that backward allocates above what is saved, besides gradients.
     """
 
     name: str
@@ -43,11 +42,11 @@ class Line:
 
 @dataclasses.dataclass
 class Report:
-    """print(report) shows the regions, those that are alike in one line, and the whole model.
+    """Measurements of each region and of the whole model; `print(report)` shows equal regions in one line, and `csv(path)`
+    writes all lines.
 
-    lines: of all regions, in the model's order. totals: bytes that the whole model saves, by mode, with regions that do not
-    have it at "full"; "eager PyTorch" is left out if a region has no original forward. timelines: memory over one step, by
-    mode; peaks: that step's. standing: what stands at its peak, the largest first, by mode.
+    lines: one per region and mode. totals: bytes that the whole model saves, by mode; a region without the mode runs at "full".
+    timelines, peaks: memory over a step and its peak, by mode. standing: tensors alive at the peak, the largest first, by mode.
     """
 
     lines: list[Line]
@@ -62,7 +61,7 @@ class Report:
         write_rows(path, map(dataclasses.asdict, self.lines))
 
     def figure(self, path: str | os.PathLike) -> None:
-        """Draws memory over the step, one curve for each mode, into a file (PNG, SVG, PDF). Needs matplotlib."""
+        """Draws memory over the step, one curve per mode, into a PNG, SVG or PDF file. Needs matplotlib."""
         if hint := missing("matplotlib"):
             raise ImportError(f"report: {hint}")
         from .figure import draw_steps
@@ -81,7 +80,7 @@ class Report:
         return "\n".join(text)
 
     def by_place(self, mode: str) -> dict[str, int]:
-        """Bytes that stand at the peak, by the region in whose forward or backward they were made; "" is outside of all."""
+        """Returns the bytes alive at the peak by the region that allocated them; "" is outside of all regions."""
         places: dict[str, int] = {}
         for alive in self.standing[mode]:
             places[alive.place] = places.get(alive.place, 0) + alive.bytes
@@ -89,37 +88,30 @@ class Report:
 
 
 def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **example_kwargs: Any) -> Report:
-    """Measures what each region of a model saves and costs in each mode, and eager PyTorch beside it.
+    """Measures what each region of a model saves and costs in each recompute mode, and in eager PyTorch.
 
         report = ckptkern.report(model, input_ids)
         print(report)
-        report.csv("report.csv")
         report.figure("report.png")
 
-    Regions are modules of ckptkern.nn and what convert made. A model without any is converted, and afterwards reverted: the
-    model is as before in any case. Blocks without a region inside are shown as the checkpoints that convert may make of them.
+    A model without regions is converted, and then reverted. Saved bytes are exact on any device. Times are medians of one
+    region of each kind, run alone. Memory over a training step counts above what is there when it begins. Modes that do not fit
+    are left out.
 
-    Saved bytes are counted, and exact, on any device. Times are medians of one region of each kind, run alone in turns with
-    its other modes, on the input that it has in the model. Memory over the step: what the profiler saw the allocator do in one
-    training step of the whole model in each mode, above what is there when it begins, as in `plan`; on the meta device what
-    tensors came and went. A mode that does not fit is left out. What stands at the peak: the tensors that are there then, with
-    the op that made each and the region that called it.
+    example_inputs, example_kwargs: a call of the model at training size. loss: maps the model's output to the scalar that a
+    step differentiates; None takes the output's `loss`, or its only scalar, or the sum of its floating-point tensors.
 
-    example_inputs, example_kwargs: a call of the model, of the size that training has. loss: from what the model returns to the
-    scalar that a step differentiates, as in `certify`; None takes the output's `loss`, or its one scalar, else the sum of its
-    floating-point tensors.
-
-    Raises TypeError if model is no nn.Module or there are no inputs, ValueError for a model that is sharded or returns several
+    Raises TypeError for another class of model or missing inputs; ValueError if the model is sharded or returns several
     scalars.
     """
     steps: dict[str, Step] = {}
     example = Example("report", model, (example_inputs, example_kwargs), loss)
     with converted(example, stays=False) as shown:
         segments = found_segments(example)
-        strategies = []  # one mode for the whole region, and a forward of PyTorch's alone: replaced by convert, or not yet
-        for one in segments:
-            has_eager = one.forward is not None or one.is_block or ORIGINAL_CLASS in one.module.__dict__
-            modes = [Strategy(mode) for mode in one.modes() if isinstance(mode, str)]
+        strategies = []  # one mode per region; eager PyTorch only for a forward that convert replaced or may replace
+        for segment in segments:
+            has_eager = segment.forward is not None or segment.is_block or ORIGINAL_CLASS in segment.module.__dict__
+            modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
             strategies.append([ORIGINAL, *modes] if has_eager else modes)
         table = measure(example, segments, strategies, shown)
         totals = {}

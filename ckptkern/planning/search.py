@@ -1,15 +1,15 @@
-"""The cheapest choice of a strategy for each region under a bound in bytes: of what is saved, or of the peak.
+"""Finds the cheapest strategy for each region under a bound in bytes, on saved tensors or on the peak.
 
-The first is an integer programme, solved exactly by SciPy's HiGHS:
+A bound on saved bytes is an integer programme, solved exactly by SciPy's HiGHS:
 
     minimise    sum over regions s of cost[s, strategy of s]
     subject to  fixed + sum over s of own[s, strategy of s]  <=  budget
 
-fixed: what is saved outside of the regions, or by a region in every strategy, or may be saved by several regions, such as the
-tables of a rotary embedding: it counts once, whatever is chosen. Regions that differ in nothing are counted rather than told
-apart: the n layers of a kind are one integer for each strategy, not n binaries, which would have n! equal solutions.
+fixed: what is saved outside of the regions, by a region in every strategy, or by several regions, such as the tables of a
+rotary embedding, which count once. Equal regions are counted, not told apart: n layers of a kind are one integer per strategy,
+because n binaries would have n! equal solutions.
 
-The peak moves with the bound of saved bytes, which is bisected, over modes and workspaces.
+A bound on the peak bisects the bound on saved bytes, over modes and workspaces.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from ..errors import BudgetError
 from ..memory import format_size
 from .table import Choice, Held, Table, saved, total
 
-TRIES = 6  # steps that are measured for a budget and a workspace, at most
-STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
-SMALLER = 2  # smaller workspaces, each a quarter of the one before or less: below, chunks take much time
-CHEAPER = 0.98  # a smaller workspace is taken for a cost of so much, or less: times have noise
+TRIES = 6  # most steps measured for a budget and a workspace
+STEPS = 12  # bisection steps: the bound is found to 1/4,096 of what the regions save
+SMALLER = (
+    2  # smaller workspaces, each at most a quarter of the previous one; chunks in even smaller ones take much time
+)
+CHEAPER = 0.98  # a smaller workspace must reduce the cost to this, because times have noise
 UNBOUNDED = 2**60  # bytes
 KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then far below one byte
 LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.offload()]"
@@ -35,8 +37,8 @@ LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.o
 
 
 class Group(NamedTuple):
-    """Segments with the same costs and bytes, in the model's order. strategies: the places of those that may be chosen, by
-    the bytes that they save."""
+    """Regions with the same costs and bytes, in the model's order. strategies: indices of those worth choosing, by the bytes
+    that they save."""
 
     members: list[int]
     strategies: list[int]
@@ -45,8 +47,8 @@ class Group(NamedTuple):
 
 
 def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int | None) -> Choice:
-    """The place of each region's strategy; without a budget, of those that save least. costs[s][w], held[s][w]: of region s in
-    strategy w. Raises BudgetError with the least that would do."""
+    """Returns the index of each region's strategy: the cheapest within the budget, or without a budget those that save
+    least. costs[s][w], held[s][w]: of region s in strategy w. Raises BudgetError with the smallest feasible budget."""
     groups, fixed = grouped(costs, held, rest)
     room = None if budget is None else budget - fixed
     while room is not None and (chosen := solved(groups, room)) is not None:
@@ -59,40 +61,40 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
     if budget is None or least <= budget:
         return chosen
     raise BudgetError(
-        f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the regions "
-        f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them. {LESS}",
+        f"plan: the budget of saved tensors is {format_size(budget)} ({budget} bytes), but the model saves at least "
+        f"{format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of the regions. {LESS}",
         least,
     )
 
 
 def by_saved(table: Table, budget: int | None) -> Choice:
-    """The cheapest choice that saves at most so many bytes; without a budget, that which saves least."""
+    """Returns the cheapest choice that saves at most `budget` bytes; without a budget, the choice that saves least."""
     return choose(table.times(), [row.held for row in table.rows], table.rest, budget)
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
-    """(groups, bytes that count whatever is chosen)."""
+    """Returns the groups of equal regions, and the bytes that are saved whatever is chosen."""
     fixed, owner = dict(rest.shared), dict[tuple, int]()
     for i, own in enumerate(held):
-        always = set.intersection(*(set(one.shared) for one in own))
-        for name, nbytes in [item for one in own for item in one.shared.items()]:
+        always = set.intersection(*(set(saved_in.shared) for saved_in in own))
+        for name, nbytes in [item for option in own for item in option.shared.items()]:
             if owner.setdefault(name, i) != i or name in always:
                 fixed[name] = nbytes
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
-        private = [one.own + sum(n for name, n in one.shared.items() if name not in fixed) for one in own]
-        strategies: list[int] = []  # that can run, for which no other costs less or the same and saves no more
+        private = [option.own + sum(n for name, n in option.shared.items() if name not in fixed) for option in own]
+        strategies: list[int] = []  # that fit, and that no other strategy beats in both cost and bytes
         for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
             if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
-                strategies.insert(0, w)  # the one that saves least first
-        picked = ([one[w] for w in strategies] for one in (cost, private))
+                strategies.insert(0, w)  # ordered by bytes, the least first
+        picked = ([figures[w] for w in strategies] for figures in (cost, private))
         groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
     return list(groups.values()), rest.own + sum(fixed.values())
 
 
 def solved(groups: list[Group], room: int | None) -> Choice | None:
-    """The strategies of all regions, the cheapest that save at most `room` bytes besides what is fixed; None if there are
-    none. Without a room, those that save least."""
+    """Returns the cheapest strategies of all regions that save at most `room` bytes besides the fixed ones; None if there
+    are none. Without a room, returns those that save least."""
     if room is not None and room < 0:
         return None
     if not groups:
@@ -121,7 +123,7 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
         raise RuntimeError(f"plan: SciPy's milp found no optimum: {result.message}")
     chosen = {}
     for group, start in zip(groups, starts, strict=False):
-        # of regions that are alike, the last save most: their backward comes first and frees it before the others' recompute
+        # of equal regions the last save most: their backward runs first and frees it before the others recompute
         strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
         chosen.update(zip(group.members, strategies, strict=True))
     return tuple(chosen[i] for i in range(len(chosen)))
@@ -131,15 +133,17 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
 
 
 class Choices:
-    """The choices of a table that are cheapest under some bound of saved bytes, and the uniform ones, with the peaks that are
-    predicted of them."""
+    """Candidate choices of a table with their predicted peaks: the uniform ones, and the cheapest under bounds on saved
+    bytes."""
 
     def __init__(self, table: Table):
         self.table, self.predicted = table, dict[Choice, int]()
         full, least = table.uniform("full"), by_saved(table, None)
         table.measured(full)
         self.add(least)
-        for place in range(max((len(row.strategies) for row in table.rows), default=0)):  # the modes are the first
+        for place in range(
+            max((len(row.strategies) for row in table.rows), default=0)
+        ):  # modes come first in the lists
             self.add(tuple(min(place, len(row.strategies) - 1) for row in table.rows))
         self.add(full)
         self.add(by_saved(table, UNBOUNDED))
@@ -152,11 +156,11 @@ class Choices:
         return self.predicted[chosen]
 
     def able(self) -> list[Choice]:
-        """Returns those in which every region fits."""
+        """Returns the choices in which every region fits."""
         return [key for key in self.predicted if math.isfinite(self.table.cost_of(key))]
 
     def within(self, bound: int) -> Choice | None:
-        """Returns the cheapest whose peak is predicted within the bound."""
+        """Returns the cheapest choice whose predicted peak is within the bound; None if there is none."""
         low, high = self.low, self.high + 1
         for _ in range(STEPS):
             middle = (low + high) // 2
@@ -165,7 +169,8 @@ class Choices:
         return min(fit, key=self.table.cost_of) if fit else None
 
     def best(self, budget: int) -> Choice:
-        """Returns the cheapest whose step was measured within the budget. Raises BudgetError with the least that would do."""
+        """Returns the cheapest choice whose measured peak is within the budget. Raises BudgetError with the smallest
+        feasible budget."""
         table, target = self.table, budget
         for _ in range(TRIES):
             chosen = self.within(target)
@@ -173,7 +178,7 @@ class Choices:
             if not 0 < over < math.inf:
                 break
             target = min(target, self.predicted[chosen]) - over  # the prediction was too low
-        if over > 0:  # the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart
+        if over > 0:  # look for the lowest peak, also among the cheapest choices for STEPS evenly spaced bounds
             for i in range(STEPS):
                 self.add(by_saved(table, self.low + (self.high - self.low) * i // (STEPS - 1)))
             table.measured(min(self.able(), key=lambda key: self.predicted[key]))
@@ -183,21 +188,21 @@ class Choices:
         least, largest = table.peaks[lowest], next(iter(table.steps[lowest].standing()), None)
         stands = "" if largest is None else f", of which {format_size(largest.bytes)} are {largest.what}"
         raise BudgetError(
-            f"plan: wanted a step of at most {format_size(budget)} ({budget} bytes), but the least that one of "
-            f"the choices allocates at its peak is {format_size(least)} ({least} bytes){stands}. {LESS}",
+            f"plan: the budget is {format_size(budget)} ({budget} bytes), but the lowest peak of a step is "
+            f"{format_size(least)} ({least} bytes){stands}. {LESS}",
             least,
         )
 
 
 class Search:
-    """Over workspaces: the model's own and smaller ones, each of which is measured when it may be of use. narrower: returns the
-    table of the next smaller one, or None."""
+    """Searches the model's own workspace and smaller ones, which are measured when they may help. narrower: returns the
+    table of the next smaller workspace, or None."""
 
     def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
         self.all, self._narrower = [Choices(table)], narrower
 
     def best(self, budget: int) -> tuple[Choices, Choice]:
-        """Returns the cheapest of all. Raises BudgetError with the least that would do."""
+        """Returns the cheapest choice of all workspaces. Raises BudgetError with the smallest feasible budget."""
         best, cost, errors = None, math.inf, []
         for i in range(SMALLER + 1):
             if i == len(self.all):
@@ -215,7 +220,7 @@ class Search:
             if best is not None and choices.table.cost_of(chosen) > CHEAPER * cost:
                 break
             best, cost = (choices, chosen), choices.table.cost_of(chosen)
-            # could a smaller workspace make it cheaper? As if it took nothing
+            # skip smaller workspaces if even one of 0 bytes would not make it cheaper
             table, wanted = choices.table, CHEAPER * cost
             if sum(map(min, table.times())) > wanted:
                 break

@@ -1,4 +1,4 @@
-"""The regions of a model: the modules that have a mode, the strategies in which each may run, and its original forward."""
+"""Lists the regions of a model: the modules that have a mode, their strategies, and their original forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = tuple(
 
 
 class Strategy(NamedTuple):
-    """A mode, or one for each half of a layer, and where what is saved goes: None stays on the device."""
+    """A mode, or one per sublayer of a layer, and the store of saved tensors; None leaves them on the device."""
 
     mode: str | tuple[str, str]
     store: Store | None = None
@@ -38,12 +38,12 @@ class Strategy(NamedTuple):
 
 
 EAGER = "eager PyTorch"
-ORIGINAL = Strategy(EAGER)  # a region's forward before convert; it is measured, and cannot be set
+ORIGINAL = Strategy(EAGER)  # a region's forward before convert: measured, but cannot be set
 
 
 class Segment(NamedTuple):
-    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: a module that may become an
-    activation checkpoint, and is none in mode "none"."""
+    """A module that has a mode. replaced_by: as in a row of Conversion. is_block: the module may become an activation
+    checkpoint; in mode "none" it is not one."""
 
     name: str
     module: nn.Module
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
     @property
     def forward(self) -> Forward | None:
-        """What replaces its class's forward."""
+        """Returns what replaces the forward of the module's class, or None."""
         return forward_of(self.module)
 
     @property
@@ -65,8 +65,8 @@ class Segment(NamedTuple):
         return Strategy(forward.recompute, forward.store)
 
     def set(self, strategy: Strategy) -> None:
-        """From the next forward on; graphs that exist stay as they are. What replaces its class's forward and is not needed in
-        this strategy goes."""
+        """Sets the strategy for later forwards; existing graphs do not change. A replaced forward that the strategy does not
+        need is removed."""
         if strategy == self.strategy:
             return
         forward = self.forward
@@ -85,7 +85,7 @@ class Segment(NamedTuple):
             forward.store, forward.recompute = strategy.store, strategy.mode
 
     def modes(self) -> list[str | tuple[str, str]]:
-        """Its modes; for a layer of two sublayers, those of each sublayer too."""
+        """Returns the module's modes; for a layer also those of its two sublayers."""
         if self.replaced_by == "checkpoint":
             return ["none", "full"]
         if self.replaced_by != "transformer_layer":
@@ -98,7 +98,8 @@ class Segment(NamedTuple):
 
 @contextlib.contextmanager
 def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -> Iterator[None]:
-    """Runs the regions in these strategies inside, and afterwards as before. Of a single region it may be ORIGINAL."""
+    """Runs the regions in these strategies inside the block, and restores theirs afterwards. ORIGINAL is allowed for a
+    single region."""
     before = [segment.strategy for segment in segments]
     try:
         with original_forwards(segments[0].module) if ORIGINAL in strategies else contextlib.nullcontext():
@@ -112,24 +113,25 @@ def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -
 
 
 class Workspaces:
-    """The workspace of every op of a model: modules of ours and what replaces forwards, and what each was given."""
+    """Sets the workspace of every op of a model: of ckptkern's modules and of replaced forwards. given: each with its own
+    size."""
 
     def __init__(self, model: nn.Module):
         self.size: int | None = None
         self.given: list[tuple[Any, int | str | None]] = []
         for module in model.modules():
             forward = forward_of(module)
-            found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
+            ops = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
             if forward is not None:
-                found += [forward, *(run for *_, run in runs_of(module))]
-            self.given += [(one, one.workspace) for one in found]
+                ops += [forward, *(run for *_, run in runs_of(module))]
+            self.given += [(op, op.workspace) for op in ops]
 
     def set(self, size: int | None) -> None:
-        """At most so many bytes for each; None is what they were given."""
+        """Limits each workspace to `size` bytes; None restores their own sizes."""
         self.size = size
-        for one, own in self.given:
+        for op, own in self.given:
             is_larger = own is None or (size is not None and parse_bytes("plan", own) > size)
-            one.workspace = size if size is not None and is_larger else own
+            op.workspace = size if size is not None and is_larger else own
 
     @contextlib.contextmanager
     def at(self, size: int | None) -> Iterator[None]:
@@ -147,8 +149,8 @@ def segments_of(
     exclude: Which | Iterable[Which] | None = None,
 ) -> list[Segment]:
     """Returns the outermost modules that have a mode, and runs of layers, in the model's order. include, exclude: as in
-    convert."""
-    found: list[Segment] = []
+    `convert`."""
+    segments: list[Segment] = []
     inside: set[nn.Module] = set()
     allowed = selected(model, include, exclude)
     for name, module in model.named_modules():
@@ -156,21 +158,21 @@ def segments_of(
         if replaced_by is not None:
             inside.update(module.modules())
             parts = [(f"{name}[{start}:{stop}]", run.module) for start, stop, run in runs_of(module)]
-            found += [Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)]]
-    return found
+            segments += [Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)]]
+    return segments
 
 
 def runs_of(module: nn.Module) -> list[tuple[int, int, Fused | General]]:
-    """Returns the runs of layers of an nn.Sequential that convert replaced: (start, stop, what runs them)."""
+    """Returns (start, stop, what runs them) for each run of layers of an nn.Sequential that convert replaced."""
     forward = forward_of(module)
     return forward.runs if isinstance(forward, Runs) else []
 
 
 def server_of(module: nn.Module) -> str | None:
-    """What replaces a module that has a mode."""
+    """Returns what replaces a module; None if the module has no mode."""
     forward = forward_of(module)
     if isinstance(forward, Fused):
-        return next(one.op for one in forward.segments.values() if one is not None)
+        return next(segment.op for segment in forward.segments.values() if segment is not None)
     if isinstance(forward, Runs):
         return server_of(forward.runs[0][-1].module)
     if isinstance(forward, General):
@@ -181,29 +183,27 @@ def server_of(module: nn.Module) -> str | None:
 
 
 def check_step(op: str, model: nn.Module, call: Call) -> None:
-    """Raises TypeError, ValueError and RuntimeError for a model of which no step can run by itself."""
+    """Raises TypeError, ValueError or RuntimeError if a step of the model cannot run by itself."""
     recorder.check_step(op, model, call)
     if not any(call):
-        raise TypeError(
-            f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"
-        )
+        raise TypeError(f"{op}: example inputs are missing. Pass the inputs of a training step after the model")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"{op}: a forward without its backward would leave DistributedDataParallel waiting: {op} first, then wrap"
+            f"{op}: DistributedDataParallel would wait for the backward of a lone forward. Call {op} first, then wrap the model"
         )
     if holds_sharded(model) or is_sharded(model):
         raise ValueError(
-            f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
+            f"{op}: the model is already sharded, and a step of one part would change its state. Call {op} first, then shard"
         )
     check_not_split(op, model)
 
 
 @contextlib.contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
-    """The model as it was before convert, for a while."""
+    """Restores the model as it was before convert inside the block."""
     before = []
     try:
-        for module in [m for one in model.modules() for m in (one, *(run.module for *_, run in runs_of(one)))]:
+        for module in [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]:
             forward = module.__dict__.get("forward")
             before.append((module, type(module), forward))
             if isinstance(forward, Forward) and not isinstance(forward, Runs):

@@ -1,5 +1,5 @@
-"""The table that choices are made from: bytes and costs of each region in each strategy, and the peak that they predict. It is
-the same on all ranks, so that all of them make the same choice."""
+"""Holds the table that choices are made from: bytes and costs of each region in each strategy, and the predicted peaks. It
+is the same on all ranks, so that all make the same choice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..memory import format_size, three_digits
 from .segments import ORIGINAL, Segment, Strategy, Workspaces, check_step, in_strategies
 from .timing import Rates
 
-SHOWN = 8  # lines of what stands at a peak
+SHOWN = 8  # lines of tensors alive at a peak
 
-Choice = tuple[int, ...]  # the place of each region's strategy
+Choice = tuple[int, ...]  # index of each region's strategy
 
 
 class Held(NamedTuple):
-    """Bytes that one owner saves: storages that no other sees, and others by name. What is neither a parameter nor an input or
-    output of a region is its own: a weight that autocast casts once for two regions counts in both."""
+    """Bytes that one owner saves: `own` in storages that no other owner sees, and `shared` ones by name. Only parameters and
+    the inputs and outputs of regions have names: a weight that autocast casts once for two regions counts in both."""
 
     own: int = 0
     shared: dict[tuple, int] = {}  # noqa: RUF012 (never written)
@@ -39,10 +39,10 @@ class Held(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one forward and backward of a region alone.
+    """The cost of one forward and backward of a region alone.
 
-    seconds: None on the meta device, unless it stands for a GPU. flops: of matmuls. forward, backward: how far each rises above
-    what was there when it began. transient: the same of backward, besides gradients.
+    seconds: None on the meta device, unless a GPU's times are estimated. flops: of matmuls. forward, backward: bytes that each
+    allocates above what was there when it began. transient: as backward, besides gradients.
     """
 
     seconds: float | None
@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
     @property
     def time(self) -> float:
-        """Seconds; flops without."""
+        """Returns the seconds, or the flops if there are none."""
         return self.flops if self.seconds is None else self.seconds
 
 
@@ -62,8 +62,8 @@ DOES_NOT_FIT = Cost(math.inf, 0, 0, 0, 0)  # one region alone
 
 @dataclass
 class Kind:
-    """Regions that are alike, of which one runs alone. held: by the places of its inputs and outputs. Both are in the order of
-    its strategies."""
+    """Regions that are alike, of which one runs alone. costs, held: in the order of `strategies`. held: by the places of
+    inputs and outputs."""
 
     first: Segment
     call: Call
@@ -73,7 +73,7 @@ class Kind:
 
 
 class Measured(NamedTuple):
-    """One region of a table. kinds: of its calls, in their order. held: in each of its strategies."""
+    """A region of a table. kinds: the kind of each of its calls. held: in each of its strategies."""
 
     segment: Segment
     kinds: list[int]
@@ -82,32 +82,32 @@ class Measured(NamedTuple):
 
     @property
     def eager(self) -> Held | None:
-        """What it saved before convert; None where that was not asked for, or there was no other forward."""
+        """Returns what the region saved before convert; None if that was not measured."""
         return self.held[0] if self.strategies[0] == ORIGINAL else None
 
 
 class Example:
-    """The training step that a table is of, as it begins now: with the gradients that are there. loss: from what the model
-    returns to what is differentiated. Raises TypeError, ValueError and RuntimeError, which name `op`, if it cannot run."""
+    """The training step that a table describes, with the gradients that exist now. loss: maps the model's output to what is
+    differentiated. Raises TypeError, ValueError or RuntimeError, naming `op`, if the step cannot run."""
 
     def __init__(self, op: str, model: nn.Module, call: Call, loss: Loss | None = None):
         check_step(op, model, call)
         self.op, self.model, self.call = op, model, call
         self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
         leaves = *model.parameters(), *tensors_in(call)
-        self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
+        self.there = [leaf for leaf in leaves if leaf.is_leaf and leaf.grad is not None]
         self.device = device_of(model, call)
 
     def step(self, segments: Sequence[Segment] = (), backs: bool = True) -> Step:
-        """Records it, with the model as it is. backs=False: a forward, of which nothing is left but the figures and calls."""
-        regions, step = [(one.name, one.module) for one in segments], Step(backs)
+        """Records a step of the model as it is. backs=False: a forward only, of which the figures and calls remain."""
+        regions, step = [(segment.name, segment.module) for segment in segments], Step(backs)
         return step_of(self.model, self.call, regions, loss=self.loss, there=self.there, step=step)
 
 
 @dataclass
 class Table:
-    """What choices are made from. rest: what is saved outside of the regions. workspace: at most so many bytes of
-    each op's; None is what it was given. steps: those that were recorded, by the choice; peaks: theirs, the largest of all
+    """Measurements that choices are made from. rest: what is saved outside of the regions. workspace: limit of each op's
+    workspace in bytes; None leaves their own. steps: the recorded steps, by choice. peaks: their peaks, the largest of all
     ranks."""
 
     example: Example
@@ -129,45 +129,45 @@ class Table:
         return [row.strategies[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
     def step(self, chosen: Choice) -> Step:
-        """Records a step with the regions in these strategies and the table's workspace, which are afterwards as before. Of a
-        choice that was recorded returns that."""
+        """Records a step in the chosen strategies and the table's workspace, once for each choice, and restores both."""
         if chosen not in self.steps:
             with in_strategies(self.segments, self.strategies(chosen)), self.workspaces.at(self.workspace):
                 self.steps[chosen] = self.example.step(self.segments)
         return self.steps[chosen]
 
     def measured(self, chosen: Choice) -> int:
-        """Returns the peak of a step in these strategies, which is recorded once."""
+        """Returns the measured peak of a step in the chosen strategies."""
         if chosen not in self.peaks:
             self.peaks[chosen] = max(gathered(self.step(chosen).peak, self.group))
         return self.peaks[chosen]
 
     @property
     def outside(self) -> int:
-        """Bytes saved outside of all regions that no region saves."""
+        """Returns the bytes saved outside of all regions that no region saves."""
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
     def costs(self, chosen: Choice) -> list[Cost]:
-        """The cost of a call of each region."""
+        """Returns the cost of a call of each region."""
         return [self.kinds[row.kinds[0]].costs[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
     def transient(self, chosen: Choice) -> int:
-        """The most that the backward of one region rises above what is saved, besides gradients."""
+        """Returns the most bytes that one region's backward allocates above what is saved, besides gradients."""
         return max((cost.transient for cost in self.costs(chosen)), default=0)
 
     def rise(self, chosen: Choice) -> int:
-        """The most that a smaller workspace could take from the peak."""
+        """Returns the most bytes that a smaller workspace could take from the peak."""
         stretches = self.step(self.uniform("full")).stretches
-        outside = [one.highest - one.start for one in stretches if one.region is None]
+        outside = [stretch.highest - stretch.start for stretch in stretches if stretch.region is None]
         return max(*outside, *(max(cost.forward, cost.transient) for cost in self.costs(chosen)))
 
     def saved(self, chosen: Choice) -> int:
-        """Bytes that the model's forward saves if the regions run in these strategies."""
+        """Returns the bytes that the model's forward saves in the chosen strategies."""
         return saved(self.rest, [row.held for row in self.rows], chosen)
 
     def times(self) -> list[list[float]]:
-        """Seconds of each region's forwards and backwards, in each strategy; on the meta device, flops of their matmuls."""
+        """Returns the seconds of each region's forwards and backwards, in each strategy; on the meta device, the flops of
+        their matmuls."""
         return [
             [sum(self.kinds[kind].costs[i].time for kind in row.kinds) for i in range(len(row.strategies))]
             for row in self.rows
@@ -177,10 +177,11 @@ class Table:
         return sum(map(operator.getitem, self.times(), chosen))
 
     def peak(self, chosen: Choice) -> int:
-        """What the step is predicted to allocate at its peak if the regions run in these strategies: the step at "full" that
-        was recorded, with what its regions save and their rises in place of what they were.
+        """Returns the predicted peak of a step in the chosen strategies: the recorded step at "full", with the regions' saved
+        bytes and transients exchanged.
 
-        In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had."""
+        In a stretch of the step the regions in `done` hold what they save, beside what the recorded step holds elsewhere.
+        """
         base, highest = self.uniform("full"), 0
         were, are = self.costs(base), self.costs(chosen)
         for stretch in self.step(base).stretches:
@@ -194,7 +195,7 @@ class Table:
         return highest
 
     def uniform(self, mode: str) -> Choice:
-        """Every region in one mode, or "full" where it does not have it."""
+        """Returns the choice of one mode for every region, or of "full" where a region does not have that mode."""
         return tuple(
             row.strategies.index(Strategy(mode if Strategy(mode) in row.strategies else "full")) for row in self.rows
         )
@@ -202,8 +203,8 @@ class Table:
     # -- as text
 
     def text(self, chosen: Choice | None = None) -> list[str]:
-        """Returns the lines of a table: each strategy of the regions, those that are alike in one. chosen: with how many of
-        them run in it."""
+        """Returns the lines of a table: each strategy of the regions, equal regions in one line. chosen: adds how many
+        regions run in each strategy."""
         lines = [("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")]
         for number, kind in enumerate(self.kinds):
             places = [i for i, row in enumerate(self.rows) if row.kinds[0] == number]
@@ -234,7 +235,7 @@ class Table:
 
 
 def largest_standing(standing: Sequence[Alive]) -> list[tuple[int, str, str]]:
-    """Returns (bytes, what, place) of the largest tensors that stand at a peak, and of the others as one."""
+    """Returns (bytes, what, place) of the largest tensors alive at a peak, with the others summed in a last row."""
     rows = [(alive.bytes, alive.what, alive.place) for alive in standing[:SHOWN]]
     rest = sum(alive.bytes for alive in standing[SHOWN:])
     return [*rows, (rest, f"{len(standing) - SHOWN} others", "")] if rest else rows
@@ -247,9 +248,9 @@ def standing_lines(standing: Sequence[Alive]) -> list[str]:
 def joined(held: Iterable[Held]) -> Held:
     """Returns what several owners save together."""
     own, shared = 0, dict[tuple, int]()
-    for one in held:
-        own += one.own
-        shared.update(one.shared)
+    for part in held:
+        own += part.own
+        shared.update(part.shared)
     return Held(own, shared)
 
 
@@ -258,7 +259,7 @@ def total(held: Iterable[Held]) -> int:
 
 
 def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Choice) -> int:
-    """Returns the bytes of a choice. held[s][w]: of region s in strategy w; rest: outside of all."""
+    """Returns the bytes that a choice saves. held[s][w]: of region s in strategy w. rest: outside of all regions."""
     return total([rest, *map(operator.getitem, held, chosen)])
 
 
@@ -275,7 +276,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
-    """Returns this rank's table with the largest bytes and times of all ranks. If one fails, all raise its error."""
+    """Returns this rank's table with the largest bytes and times of all ranks. If one rank fails, all raise its error."""
     try:
         table = measure()
     except Exception as error:  # the other ranks wait for this one in the gather

@@ -1,5 +1,5 @@
-"""The time of a step: on a GPU that of its kernels, not of their launches; on the meta device an estimate for a GPU that is not
-there; elsewhere the clock's."""
+"""Times a step: its kernels on a GPU, without their launches; by the clock on other devices; and by an estimate for a GPU on
+the meta device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SLEEP, LONGEST_SLEEP = 2**21, 2**26  # cycles: about 1 and 34 ms at 2 GHz
 
 
 class Clock:
-    """clock(prepare) -> seconds of what the step that prepare() returns runs on the device.
+    """Times steps: clock(prepare) returns the seconds that the step returned by prepare() takes on the device.
 
-    The GPU sleeps before the first event until the host has launched the whole step, so that no kernel waits for its launch; if
-    the host needs longer, a step is prepared and run anew. ahead: the host was so in every step; where one waits for the GPU,
-    the host's time is in its seconds.
+    The GPU sleeps before the first event until the host has launched the whole step, so that no kernel waits for its launch. If
+    the host needs longer, a step is prepared and run again. ahead: the host was ahead of the GPU in every step; if a step waits
+    for the GPU, its seconds include host time.
     """
 
     def __init__(self, device: torch.device):
@@ -45,7 +45,7 @@ class Clock:
         return seconds
 
     def _attempt(self, prepare: Callable[[], Step], cycles: int) -> tuple[float, bool]:
-        """Runs a step behind a sleep of so many cycles. Returns its seconds, and whether the host had launched all of it
+        """Runs a step behind a sleep of `cycles`. Returns its seconds, and whether the host had launched the whole step
         before the sleep ended."""
         step = prepare()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -60,8 +60,8 @@ class Clock:
 
 
 class Rates(NamedTuple):
-    """What a GPU reaches: FLOP/s of 16-bit and of float32 matmuls, bytes/s of its memory and of copies to and from the host,
-    and bytes of memory."""
+    """Rates that a GPU reaches: FLOP/s of 16-bit and of float32 matmuls, bytes/s of its memory and of copies to and from the
+    host; and its bytes of memory."""
 
     matmuls: float
     float32: float
@@ -70,7 +70,7 @@ class Rates(NamedTuple):
     memory: int
 
 
-# Data sheets (SXM), and the parts of them that are reached, which are assumed: dense 16-bit 989 and 312 TFLOP/s, 0.7-0.87;
+# Data sheets (SXM) times assumed efficiencies: dense 16-bit 989 and 312 TFLOP/s, 0.7-0.87;
 # float32 67 and 19.5, 0.8; memory 4.8, 3.35 and 2.04 TB/s, 0.86-0.9; PCIe 5 and 4 x16, 64 and 32 GB/s, 0.8.
 RATES = {
     "h200": Rates(750e12, 54e12, 4.3e12, 51e9, 140 * 2**30),
@@ -80,9 +80,9 @@ RATES = {
 
 
 class Roofline(TorchDispatchMode):
-    """flops: of the matmuls of the ops inside. seconds: of the ops, if each takes as long as its matmuls or as the bytes that
-    it reads and writes, whichever is longer; 0 without rates. A library op of ours counts as one: its kernels hold on the chip
-    what is between."""
+    """Sums the matmul flops of the ops inside, and estimates their seconds: each op takes as long as its matmuls or its
+    reads and writes, whichever is longer; 0 without rates. An op of ckptkern counts as one op, because its kernels keep
+    intermediates on chip."""
 
     def __init__(self, rates: Rates | None):
         super().__init__()
@@ -97,7 +97,7 @@ class Roofline(TorchDispatchMode):
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
         self.flops += flops
         if self.rates is not None:
-            # of an op of ours the first may be the gradient of a loss, in float32
+            # all, because the first input of ckptkern's ops may be a loss's gradient in float32
             is_wide = all(t.dtype == torch.float32 for t in read if t.is_floating_point())
             nbytes = sum(t.nbytes for t in (*read, *written))
             rate = self.rates.float32 if is_wide else self.rates.matmuls

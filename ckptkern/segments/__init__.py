@@ -1,1 +1,1 @@
-"""Activation checkpoints: any function recomputed in backward, and which layers of a model become such regions."""
+"""Activation checkpoints: regions that are recomputed in backward, of any function or of chosen layers of a model."""

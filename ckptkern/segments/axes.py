@@ -1,7 +1,7 @@
 """Follows an axis of independent entries (tokens, heads, channels, samples) backwards through ATen operators.
 
-`followed` says of an operator whose result is cut along an axis which of its inputs are cut so too, and where, and which are
-needed whole; None if entries of the result depend on other entries of an input, or if the operator is not known.
+For an operator whose result is cut along an axis, `followed` returns the axes along which its inputs are cut, and the inputs
+that it needs whole; None if entries of the result depend on other entries of an input, or if the operator is unknown.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ aten = torch.ops.aten
 
 
 def even(n: int, most: int) -> int:
-    """Returns the length of slices of n entries, the fewest that have at most so many, and as even as they may be."""
+    """Returns the length of the fewest, most even slices of n entries with at most `most` entries each."""
     return max(1, -(-n // max(1, -(-n // max(1, most)))))
 
 
 class Axis(NamedTuple):
-    """Where n entries are in a tensor: dimension `dim` has size outer * n * inner, in this order."""
+    """An axis of n entries in a tensor: dimension `dim` has size outer * n * inner, in this order."""
 
     dim: int
     outer: int = 1
@@ -50,15 +50,15 @@ class Axis(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Describes how an operator is cut. inputs: each tensor input with its axis, None if it is needed whole. sizes: which
-    arguments shrink with the number of entries: (place of the argument, index in it or None, size of an entry)."""
+    """The cut of an operator. inputs: each tensor input with its axis, None if it is needed whole. sizes: the arguments that
+    scale with the number of entries: (position of the argument, index in it or None, size of an entry)."""
 
     inputs: list[tuple[fx.Node, Axis | None]]
     sizes: tuple[tuple[int, int | None, int], ...] = ()
 
 
 def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple[Any, ...]:
-    """Returns the arguments of an operator in a slice of `count` entries. sizes: of its cut."""
+    """Returns an operator's arguments for a slice of `count` entries. sizes: those of its Cut."""
     if not sizes:
         return node.args
     args = list(node.args)
@@ -66,7 +66,7 @@ def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: 
         if index is None:
             args[place] = count * size
         else:
-            args[place] = [count * size if i == index else one for i, one in enumerate(args[place])]
+            args[place] = [count * size if i == index else value for i, value in enumerate(args[place])]
     return tuple(args)
 
 
@@ -84,7 +84,7 @@ GEMMS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the operator's name without its overload; "" for what is no operator."""
+    """Returns the operator's name without its overload; "" for nodes that are not operators."""
     name = node.meta.get("operator")
     if name is None:
         target = node.target
@@ -109,7 +109,7 @@ def followed(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _aligned(node: fx.Node, of: fx.Node, axis: Axis) -> tuple[fx.Node, Axis | None]:
-    """The axis of an input that is broadcast to the result's shape."""
+    """Returns an input that is broadcast to the result's shape, with its axis."""
     shape, result = shape_of(of), shape_of(node)
     dim = axis.dim - (len(result) - len(shape))
     return of, axis.at(dim) if dim >= 0 and shape[dim] == result[axis.dim] else None
@@ -117,25 +117,28 @@ def _aligned(node: fx.Node, of: fx.Node, axis: Axis) -> tuple[fx.Node, Axis | No
 
 def argument(node: fx.Node, *names: str) -> Any:
     """Returns an operator's argument of one of these names, or its default; None if there is none."""
-    for i, one in enumerate(node.target._schema.arguments):
-        if one.name in names:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(one.name, one.default_value)
+    for i, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name in names:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(parameter.name, parameter.default_value)
     return None
 
 
 def _dims(node: fx.Node, count: int) -> set[int]:
-    """Returns the dimensions, of `count`, that an operator's argument `dim` names; all, if there is none."""
+    """Returns the dimensions, of `count`, in an operator's argument `dim`; all dimensions without that argument."""
     value = argument(node, "dim", "dims")
     dims = range(count) if value is None else value if isinstance(value, (list, tuple)) else [value]
-    return {one % count for one in dims}
+    return {dim % count for dim in dims}
 
 
 def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Cuts an operator whose inputs are broadcast to the result's shape."""
     size, inputs = shape_of(node)[axis.dim], tensors_of(node)
-    if any(len(shape_of(one)) == len(shape_of(node)) and shape_of(one)[axis.dim] not in (1, size) for one in inputs):
+    if any(
+        len(shape_of(source)) == len(shape_of(node)) and shape_of(source)[axis.dim] not in (1, size)
+        for source in inputs
+    ):
         return None  # gather may leave out the end of its input
-    return Cut([_aligned(node, one, axis) for one in inputs])
+    return Cut([_aligned(node, source, axis) for source in inputs])
 
 
 def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -158,7 +161,7 @@ def _pad(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts a view, by its strides in a contiguous source."""
+    """Cuts a view by its strides in a contiguous source."""
     if node.target is aten.view.dtype:
         return None
     source, name = node.args[0], name_of(node)
@@ -169,14 +172,14 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     step = strides[axis.dim] * axis.inner  # from one entry to the next
     steps = [*zip(strides, shape_of(node), strict=True), (strides[axis.dim], axis.inner)]
     del steps[axis.dim]
-    # all others stay in one entry, or go over all n entries
-    if offset % (step * n) + sum(one * (size - 1) for one, size in steps if one % (step * n)) >= step:
+    # all other dimensions stay within an entry, or span all n entries
+    if offset % (step * n) + sum(stride * (size - 1) for stride, size in steps if stride % (step * n)) >= step:
         return None
     for dim, (size, stride) in enumerate(zip(shape, of_source, strict=True)):
         inner, rest = divmod(step, stride)
         if inner and not rest and size % (inner * n) == 0:
             along = name in ALONG_DIM and dim in _dims(node, len(shape))
-            # of a slice of one entry, squeeze would take the dimension away
+            # squeeze would drop the dimension of a slice with one entry
             if along and (size == n if name == "squeeze" else name != "slice" or size != shape_of(node)[axis.dim]):
                 return None
             return Cut([(source, Axis(dim, size // (inner * n), inner))], sizes)
@@ -184,7 +187,7 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _layout(node: fx.Node) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Returns (strides, offset) of a view of a contiguous tensor, of several the first's, and the tensor's strides."""
+    """Returns strides and offset of a view (of several, the first) of a contiguous tensor, and the tensor's strides."""
     if "layout" not in node.meta:
         source = torch.empty(shape_of(node.args[0]), device="meta")
         shown = node.target(source, *node.args[1:], **node.kwargs)
@@ -204,13 +207,13 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _stacked(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts stack and select_scatter, whose inputs, or one of them, lack the dimension `dim`."""
+    """Cuts stack and select_scatter, which have inputs without the dimension `dim`."""
     count = len(shape_of(node))
     (dim,) = _dims(node, count)
     if dim == axis.dim:
         return None
     lacking = axis.at(axis.dim - (axis.dim > dim))
-    return Cut([(one, axis if len(shape_of(one)) == count else lacking) for one in tensors_of(node)])
+    return Cut([(source, axis if len(shape_of(source)) == count else lacking) for source in tensors_of(node)])
 
 
 def _reduction(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -219,14 +222,14 @@ def _reduction(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     gone = _dims(node, count)
     if len(shape_of(node)) == count:
         return None if axis.dim in gone else Cut([(source, axis)])
-    return Cut([(source, axis.at([one for one in range(count) if one not in gone][axis.dim]))])
+    return Cut([(source, axis.at([dim for dim in range(count) if dim not in gone][axis.dim]))])
 
 
 def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """mm and bmm, and both with a bias. Rows of weights are not cut: all rows of their gradient need the whole input."""
+    """Cuts mm and bmm, with or without a bias. Rows of weights are not cut: their gradient needs the whole input."""
     name = name_of(node)
     *bias, a, b = node.args[:3] if name in ("addmm", "baddbmm") else node.args[:2]
-    added = [_aligned(node, one, axis) for one in bias]
+    added = [_aligned(node, tensor, axis) for tensor in bias]
     if name in ("mm", "addmm"):
         return Cut([*added, (a, axis), (b, None)]) if axis.dim == 0 else None
     return Cut([*added, (a, axis if axis.dim < 2 else None), (b, axis if axis.dim != 1 else None)])
@@ -234,36 +237,36 @@ def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     x, weight, bias, *_, groups = node.args[:9]
-    others = [one for one in (weight, bias) if one is not None]
+    others = [tensor for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
-        return Cut([(x, axis), *((one, None) for one in others)])
+        return Cut([(x, axis), *((tensor, None) for tensor in others)])
     if axis.dim != 1 or axis.outer != 1 or groups % n:
         return None
-    cut = [(one, Axis(0, 1, shape_of(one)[0] // n)) for one in others]
+    cut = [(tensor, Axis(0, 1, shape_of(tensor)[0] // n)) for tensor in others]
     return Cut([(x, Axis(1, 1, shape_of(x)[1] // n)), *cut], ((8, None, groups // n),))
 
 
 def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Core attention of q, k, v [B, H, S, D] and a mask that is broadcast to [B, H, S, S]."""
+    """Cuts core attention of q, k, v [B, H, S, D] and a mask that is broadcast to [B, H, S, S]."""
     q, k, v = node.args[:3]
-    masks = [one for one in tensors_of(node) if one not in (q, k, v)]
+    masks = [mask for mask in tensors_of(node) if mask not in (q, k, v)]
     cut = _by_heads([q, k, v], axis, n)
-    return cut and Cut(cut.inputs + [_aligned(node, one, axis) for one in masks])
+    return cut and Cut(cut.inputs + [_aligned(node, mask, axis) for mask in masks])
 
 
 def _by_heads(tensors: list[fx.Node], axis: Axis, n: int) -> Cut | None:
     if axis.dim > 1:
         return None
-    parts = [divmod(shape_of(one)[axis.dim], axis.outer * n) for one in tensors]
+    parts = [divmod(shape_of(tensor)[axis.dim], axis.outer * n) for tensor in tensors]
     if any(rest for _, rest in parts):
         return None
-    return Cut([(one, axis._replace(inner=inner)) for one, (inner, _) in zip(tensors, parts, strict=True)])
+    return Cut([(tensor, axis._replace(inner=inner)) for tensor, (inner, _) in zip(tensors, parts, strict=True)])
 
 
 def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
-    """zeros(size), new_zeros(input, size) and alike, whose values are one number."""
+    """Cuts zeros(size), new_zeros(input, size) and other constant tensors."""
     place = int(name_of(node).startswith("new_"))
-    return Cut([(one, None) for one in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
+    return Cut([(source, None) for source in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
 
 
 def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -272,9 +275,9 @@ def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts x[:, :, places, ...], in which each entry of one tensor of indices chooses entries of x."""
+    """Cuts x[:, :, places, ...] with one tensor of indices."""
     x, (*before, places) = node.args[:2]
-    if any(one is not None for one in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
+    if any(index is not None for index in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
         return None
     first, count = len(before), len(shape_of(places))
     if first <= axis.dim < first + count:
@@ -283,14 +286,14 @@ def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """A call of a module for some tokens, or of a function of q, k, v [B, H, S, D] for some heads."""
+    """Cuts a call of a module by tokens, or of a function of q, k, v [B, H, S, D] by heads."""
     tensors, parameters, _, along = node.args
     shape = shape_of(node)
     if along == "heads":
         return _by_heads(list(tensors), axis, n)
-    if along != "tokens" or axis.dim >= len(shape) - 1 or any(shape_of(one)[:-1] != shape[:-1] for one in tensors):
+    if along != "tokens" or axis.dim >= len(shape) - 1 or any(shape_of(x)[:-1] != shape[:-1] for x in tensors):
         return None
-    return Cut([*((one, axis) for one in dict.fromkeys(tensors)), *((one, None) for one in dict.fromkeys(parameters))])
+    return Cut([*((x, axis) for x in dict.fromkeys(tensors)), *((p, None) for p in dict.fromkeys(parameters))])
 
 
 def _item(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -304,7 +307,7 @@ def _item(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 
 
-# operators, as torch names them; those that are in no row are broadcast, if torch tags them as pointwise
+# operators by torch's names; other operators that torch tags as pointwise are broadcast
 TABLE: dict[Rule, str] = {
     _broadcast: "clone _to_copy copy stopped zeros_like ones_like full_like empty_like masked_fill",
     _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter",
@@ -331,7 +334,7 @@ VIEWS = frozenset(("getitem", *TABLE[_view].split()))
 
 
 def axes_of(node: fx.Node) -> Iterator[tuple[Axis, int]]:
-    """Yields each axis that a tensor may have along one dimension, with its number of entries, the largest first."""
+    """Yields each possible axis along one dimension, with its number of entries, the largest number first."""
     for dim, size in enumerate(shape_of(node)):
         for inner in range(1, size // 2 + 1):
             if size % inner == 0:

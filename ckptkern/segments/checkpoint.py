@@ -1,5 +1,5 @@
-"""Activation checkpoints: `checkpoint`, with the signature and behaviour of torch.utils.checkpoint's non-reentrant variant.
-`Segment` is what a call leaves for backward. `patch_torch`: torch's function runs ours, for code that already calls it."""
+"""Activation checkpoints: `checkpoint`, with the signature and behaviour of torch.utils.checkpoint's non-reentrant variant,
+whose state for backward is a `Segment`; and `patch_torch`, which makes torch's function run ours."""
 
 from __future__ import annotations
 
@@ -35,37 +35,26 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs,
 ):
-    """function(*args, **kwargs), saving its arguments and recomputing everything else in backward.
+    """Returns function(*args, **kwargs), saving its arguments and recomputing everything else in backward.
 
-    A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in tuples,
-    named tuples, lists and dicts; anything may be returned. Saved from forward to backward: the tensors among the
-    arguments (as autograd's saved tensors: saved-tensor hooks around the call see them, and a change in place is an
-    error), 2.5 KiB of random state, a little more for each GPU, and the precision settings. Without a function it returns
-    a decorator, ``checkpoint(debug=True)(function)``, on every torch; what it makes passes all its arguments to the function.
+    A drop-in replacement for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in
+    tuples, lists and dicts. Without a function it returns a decorator. Saved for backward: tensors among the arguments, as
+    autograd's saved tensors; 2.5 KiB of random state; precision settings.
 
-    preserve_rng_state: recompute samples the same random numbers, on the CPU and every device that the arguments live on. If
-    false, only `ckptkern.dropout` and ckptkern's layers do, each mask from 16 bytes that are saved.
-    context_fn: returns the context managers of forward and recompute; torch's `create_selective_checkpoint_contexts` works,
-    and `ckptkern.saved_decisions` for a router. determinism_check: "default" compares shapes, dtypes and devices of what is
-    recomputed, "none" nothing, and "values" also 64-bit checksums of every saved tensor; the device is read once at the end
-    of backward. debug: errors show the operators of both runs. early_stop: end the recompute at the last tensor that
-    backward needs. respect_saved_tensors_hooks: do saved-tensor hooks around the call (such as save_on_cpu) also see what
-    `create_selective_checkpoint_contexts` and `saved_decisions` hold beside the graph? By default they do not, of which torch
-    warns from 2.14 on; if true, they do on every torch. Nothing else depends on it: hooks always see the arguments, and a
-    region without such contexts holds nothing else. A policy that returns MUST_CPU_OFFLOAD or PREFER_CPU_OFFLOAD recomputes, as
-    in every torch so far; to offload, return MUST_SAVE and call under save_on_cpu with respect_saved_tensors_hooks=True.
-    torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
+    preserve_rng_state: the recompute samples the same random numbers. If False, only ckptkern's dropout and layers do.
+    context_fn: returns the context managers of forward and recompute, such as torch's `create_selective_checkpoint_contexts` or
+    `ckptkern.saved_decisions`.
+    determinism_check: "default" compares shapes, dtypes and devices of recomputed tensors, "values" also 64-bit checksums,
+    "none" nothing. debug: errors show the operators of both runs. early_stop: the recompute ends at the last tensor that
+    backward needs. respect_saved_tensors_hooks: saved-tensor hooks around the call also see tensors that such contexts hold. A
+    policy's MUST_CPU_OFFLOAD recomputes; to offload, return MUST_SAVE under save_on_cpu.
 
-    The recompute sees what forward saw: what the modules that it can reach held (parameters, buffers, submodules, numbers,
-    `training`, hooks; also under functional_call), the closure's variables, modes, generators, and the values of buffers of
-    at most 64 KiB. Afterwards all is as before, and buffers (running statistics) have been updated once. A parameter, buffer
-    or captured tensor that was changed in place since is an error if the recompute reads it, as is any parameter of the module
-    that `function` is, is bound to or takes as `self`. A change through ``.data`` moves no version counter and is not seen.
-    In torch.func's transforms the function runs as it is. Inside a region ckptkern's own layers run at recompute="none". Under
-    torch.compile, torch.utils.checkpoint runs.
+    The recompute sees the state of forward: attributes of reachable modules, variables of the closure, modes, generators, and
+    values of buffers up to 64 KiB. Running statistics are updated once. Under torch.compile torch's checkpoint runs; in
+    torch.func's transforms nothing is recomputed.
 
-    Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
-    recompute differs.
+    Raises ValueError for use_reentrant=True; ``torch.utils.checkpoint.CheckpointError`` if the recompute differs, or if a
+    parameter, buffer or captured tensor that it reads has been changed in place since. Changes through ``.data`` are not seen.
     """
     options = dict(
         use_reentrant=use_reentrant,
@@ -84,10 +73,10 @@ def checkpoint(
 
 
 def refuse_value(name: str, call: str, value: object) -> NoReturn:
-    """Raises TypeError for what stands in a function's place. call: how it is meant."""
+    """Raises TypeError for a value in place of a function. call: the intended call."""
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise TypeError(
-        f"ckptkern.{name}: wanted a function, but got {kind}. Pass the layer itself, which backward calls again: {call} and "
+        f"ckptkern.{name}: expected a function, but found {kind}. Pass the layer itself, which backward calls again: {call}, "
         f"not {name}(layer(x))"
     )
 
@@ -116,7 +105,7 @@ def _checkpoint(
     early_stop,
     respect_saved_tensors_hooks,
 ):
-    """`checkpoint`, whose keywords these are."""
+    """Implements `checkpoint`, with its keywords."""
     if not callable(function):
         refuse_value("checkpoint", "checkpoint(layer, x)", function)
     if use_reentrant:
@@ -174,27 +163,26 @@ def _checkpoint(
 
 
 def checkpointed(function: Callable | None = None, /, **options):
-    """`checkpoint` as a decorator, of functions and methods: ``@checkpointed`` or ``@checkpointed(debug=True)``."""
+    """Decorates a function or method with `checkpoint`: ``@checkpointed`` or ``@checkpointed(debug=True)``."""
     decorate = checkpoint(**options)
     return decorate if function is None else decorate(function)
 
 
 # -- in torch's place
 #
-# torch's `checkpoint` is a decorator's wrapper, and a cell of its closure holds the undecorated function. A patch puts ours
-# into that cell. The wrapper stays the same object, so Dynamo still recognises it, and everyone who holds it runs ours:
-# modules that imported it by name, partial objects, default arguments. What torch's decorator form makes, from 2.14 on,
-# calls another function of torch's module by name, which a patch replaces too.
+# torch's `checkpoint` is a decorator's wrapper, and a cell of its closure holds the undecorated function. A patch puts our
+# function into that cell. The wrapper stays the same object, so Dynamo still recognises it, and all references to it run our
+# function: modules that imported it by name, partial objects, default arguments. From torch 2.14 on, functions that torch's
+# decorator form returns call another function of torch's module by name, which a patch replaces too.
 
 _torchs_decorated = getattr(torch_checkpoint, "_checkpoint_impl", None)  # from 2.14 on: runs decorated functions
 _patches: list[Patch] = []  # not yet removed, oldest first
 
 
 class Patch:
-    """Returned by `patch_torch` and `patch_trl`. ``remove()``, or the end of a ``with`` block, undoes the patch; again, it does
-    nothing.
+    """The patch that `patch_torch` or `patch_trl` returns. ``remove()``, or the end of a ``with`` block, undoes it once.
 
-    patches: those of the same function that are not yet removed, oldest first. restore: puts back what they replaced.
+    patches: the patches of the same function that are not yet removed, oldest first. restore: undoes them all.
     """
 
     def __init__(self, patches: list[Patch], restore: Callable[[], None]):
@@ -215,20 +203,16 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """From now on torch.utils.checkpoint.checkpoint runs `ckptkern.checkpoint`, for every caller and however imported.
+    """Makes torch.utils.checkpoint.checkpoint run `ckptkern.checkpoint` for all callers, however imported.
 
-        ckptkern.patch_torch()             # for good, or until ckptkern.unpatch_torch()
+        ckptkern.patch_torch()             # until ckptkern.unpatch_torch()
         with ckptkern.patch_torch():       # for a block
             model(x).sum().backward()
 
-    Callers include torch's own `checkpoint_sequential` and `checkpoint_wrapper` and libraries such as transformers, timm
-    and torchtitan. A region whose forward ran inside the block is ours also if its backward runs outside. Arguments mean
-    what they mean to torch, except that use_reentrant=True runs as False, which a UserWarning says once; left out, it is
-    False. What torch's decorator form has made, before or inside the block, runs ours inside it. Before torch 2.14, which has
-    no such form, it is ours for good. Under torch.compile the graph is torch's. Patches nest: removing the last one restores
-    torch's function.
+    Callers include torch's `checkpoint_sequential` and `checkpoint_wrapper`, transformers, timm and torchtitan.
+    use_reentrant=True runs as False, with a UserWarning once. Patches nest. Under torch.compile torch's checkpoint runs.
 
-    Raises RuntimeError if somebody else has replaced torch.utils.checkpoint.checkpoint.
+    Raises RuntimeError if other code has replaced torch.utils.checkpoint.checkpoint.
     """
     torchs = torch_checkpoint.checkpoint
     for cell in getattr(torchs, "__closure__", None) or ():
@@ -236,7 +220,7 @@ def patch_torch() -> Patch:
             _put(cell, _in_torchs_place, _in_place_of_decorated)
             return Patch(_patches, functools.partial(_put, cell, _torchs, _torchs_decorated))
     raise RuntimeError(
-        "ckptkern.patch_torch: wanted torch's own function at torch.utils.checkpoint.checkpoint but got "
+        "ckptkern.patch_torch: expected torch's own function at torch.utils.checkpoint.checkpoint, but found "
         f"{torchs.__module__}.{torchs.__qualname__}"
     )
 
@@ -253,11 +237,11 @@ def unpatch_torch() -> None:
         _patches[-1].remove()
 
 
-# Not __dict__: once called, torch's function keeps in it what its decorator runs instead, which would then be torch's.
+# __dict__ is not copied: once called, torch's function stores there the function that its decorator runs instead.
 @functools.wraps(_torchs, assigned=("__doc__",), updated=())
 def _in_torchs_place(function=None, *args, use_reentrant: bool | None = None, **kwargs):
     if function is None and not args and _torchs_decorated is not None:
-        return _torchs(use_reentrant=use_reentrant, **kwargs)  # what it makes runs ours while a patch is there
+        return _torchs(use_reentrant=use_reentrant, **kwargs)  # the decorated function runs ours while patched
     if use_reentrant:
         _say_once()
     return checkpoint(function, *args, **kwargs)

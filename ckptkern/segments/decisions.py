@@ -1,9 +1,9 @@
 """Contexts of an activation checkpoint's forward and recompute, which hold tensors besides autograd's.
 
-`saved_decisions`: what chooses rows comes from forward, so that recompute chooses the same. `with_hooks`: which saved-tensor
-hooks see what such contexts and torch's policies (`create_selective_checkpoint_contexts`) hold. From 2.14 on, torch's forward
-context passes it to the hooks on top of the stack if it is told to; it takes hooks with an attribute `_checkpoint_internal` for
-a region's own and goes on at `_user_hooks`. Before 2.14 `_packed` passes it on.
+`saved_decisions` saves forward's choices of rows, so that the recompute chooses the same. `with_hooks` passes tensors that such
+contexts and torch's policies (`create_selective_checkpoint_contexts`) hold to saved-tensor hooks. From 2.14 on, torch's forward
+context does so on request: it takes hooks with an attribute `_checkpoint_internal` for a region's own and continues at their
+`_user_hooks`. Before 2.14 `_packed` does so.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_
 from ..ops.dispatch.choices import RECOMPUTING
 
 Hooks = tuple[Callable, Callable]
-Decision = tuple[str, tuple, Callable, Any]  # its function, the shape, unpack, and what pack made of it
+Decision = tuple[str, tuple, Callable, Any]  # name of the function, shape of the input, unpack, packed result
 
-# Returns (values, indices) of elements along a dimension -> the dimension's place among its arguments.
+# functions that return (values, indices) along a dimension -> the position of the argument dim
 SELECTS = {"topk": 2, "sort": 1, "max": 1, "min": 1}
 INDICES = ("argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsorted")
 COMPARES = ("gt", "ge", "lt", "le", "eq", "ne")
-COLUMNS = 256  # of the widest comparison that is saved: a row of scores, not one of features
+COLUMNS = 256  # columns of the widest comparison that is saved: scores of experts, not features
 
 _NAMES: dict[Callable, str] = {}
 for _name in (*SELECTS, *INDICES, *COMPARES):
@@ -57,34 +57,31 @@ COMPILED = functools.partial(
 
 
 def saved_decisions() -> tuple[Decisions, Decisions]:
-    """Returns contexts of forward and recompute, for `context_fn`, that save which rows forward chose.
+    """Returns contexts of forward and recompute, for `context_fn`, that save forward's decisions, such as a router's choices.
 
         y = ckptkern.checkpoint(layer, x, context_fn=ckptkern.saved_decisions)
 
-    A matmul that rounds otherwise in recompute, by another kernel or another chunk, can turn a router's choice: tokens then
-    go to other experts than in forward, and gradients are those of another function, or of other shapes. Inside, recompute
-    takes from forward the indices of topk, sort, and of max and min along a dimension, whose values are gathered by them;
-    the results of argsort, argmax, argmin, multinomial, bucketize and searchsorted; and comparisons of floating-point
-    tensors of at most 256 columns. That is 8 bytes for an index and 1 for a comparison, held until backward's graph is freed.
+    Without them a matmul that rounds differently in the recompute may send tokens to other experts. Saved are indices of topk,
+    sort, max and min along a dimension, results of argsort, argmax, argmin, multinomial, bucketize and searchsorted (8 bytes
+    each), and floating-point comparisons of at most 256 columns (1 byte each; not under torch.compile). Decisions inside a
+    torch function, as in F.gumbel_softmax, are not seen.
 
-    Seen are calls of torch functions and Tensor methods in Python; a decision inside of one, as in F.gumbel_softmax, is
-    not. Under torch.compile the same operators are saved with their values, and no comparisons.
-
-    Raises torch.utils.checkpoint.CheckpointError if recompute decides by another function, or of a tensor of another shape.
+    Raises torch.utils.checkpoint.CheckpointError if the recompute calls other functions or shapes.
     """
     decisions: list[Decision] = []
     return Decisions(decisions), Decisions(decisions, replays=True)
 
 
 def decides(fn: Callable, *args, **kwargs) -> bool:
-    """Does a call of it make decisions that `saved_decisions` saves?"""
+    """Returns whether fn(*args, **kwargs) makes decisions that `saved_decisions` saves."""
     with Decisions([]) as saved:
         fn(*args, **kwargs)
     return bool(saved.decisions)
 
 
 class _Gather(torch.autograd.Function):
-    """x.gather(dim, index) of different places in each row. It saves the index alone; torch's gather saves x, too: scores."""
+    """Computes x.gather(dim, index), for indices that differ within a row, and saves only the index; torch's gather saves x
+    too."""
 
     generate_vmap_rule = True
 
@@ -109,8 +106,8 @@ def _same(x: Tensor) -> Tensor:
 
 
 class Decisions(TorchFunctionMode):
-    """Saves every decision, in forward, or replays it. Values are gathered in both passes, because autograd has to save the
-    same tensors in both. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
+    """Saves every decision in forward, or replays it. Both passes gather values, so that autograd saves the same tensors in
+    both. hooks: (pack, unpack) of saved-tensor hooks that see the decisions; the region sets them."""
 
     hooks: Hooks | None = None
 
@@ -125,29 +122,29 @@ class Decisions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = _NAMES.get(func)
-        # max and min choose along a dimension, not of all elements or of two tensors
+        # max and min decide along a dimension, not over all elements or between two tensors
         along = name in ("topk", "sort") or "dim" in kwargs or isinstance((*args, None, None)[1], int)
         if name is None or "out" in kwargs or (name in SELECTS and not along):
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         shape = tuple(x.shape) if isinstance(x, Tensor) else ()
         if name not in SELECTS:
-            result = func(*args, **kwargs)  # in recompute too: multinomial moves the random state
+            result = func(*args, **kwargs)  # in recompute too: multinomial advances the random state
             decides = isinstance(result, Tensor)
             if decides and name in COMPARES:
-                floating = any(isinstance(one, Tensor) and one.is_floating_point() for one in args)
+                floating = any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
                 decides = floating and result.dim() > 0 and result.shape[-1] <= COLUMNS
             return self.decided(name, shape, result) if decides else result
         with torch.no_grad():
-            found = func(*args, **kwargs)
-        place, chosen = SELECTS[name], self.decided(name, shape, found.indices)
+            selected = func(*args, **kwargs)
+        place, chosen = SELECTS[name], self.decided(name, shape, selected.indices)
         dim = args[place] if len(args) > place else kwargs.get("dim", -1)
         if chosen.dim() == x.dim():
-            return type(found)((_Gather.apply(x, dim, chosen), chosen))
-        return type(found)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
+            return type(selected)((_Gather.apply(x, dim, chosen), chosen))
+        return type(selected)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
 
     def decided(self, name: str, shape: tuple, decision: Tensor) -> Tensor:
-        """What stands for the decision."""
+        """Saves the decision and returns it, or returns forward's."""
         if not self.replays:
             pack, unpack = self.hooks or (_same, _same)
             self.decisions.append(
@@ -181,8 +178,8 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def with_hooks(contexts: tuple | None, respect: bool | None) -> tuple | None:
-    """A region's contexts of forward and recompute, which pass what they hold to the saved-tensor hooks around the region if
-    `respect`. The region's own hooks, which come to lie between, see nothing of it, nor of what a region around it holds."""
+    """Returns a region's contexts of forward and recompute, which pass tensors that they hold to the saved-tensor hooks around
+    the region if `respect`. The region's own hooks see none of these tensors."""
     if contexts is None and not any(isinstance(mode, _Caching) for mode in _get_current_dispatch_mode_stack()):
         return None
     forward, recompute = contexts or (None, None)
@@ -197,19 +194,18 @@ def with_hooks(contexts: tuple | None, respect: bool | None) -> tuple | None:
 
 
 def _hooks_around() -> Hooks | None:
-    """The innermost saved-tensor hooks that are not those of a region, torch's or ours."""
+    """Returns the innermost saved-tensor hooks that do not belong to a region, torch's or ours."""
     regions = []
     while (hooks := _top_hooks(False)) is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING:
         regions.append(hooks)
         _pop_hooks()
-    for one in reversed(regions):
-        _push_hooks(*one)
+    for pair in reversed(regions):
+        _push_hooks(*pair)
     return hooks
 
 
 class _Hidden:
-    """A context that is entered where a region's own hooks are on top: torch finds the hooks around the region in their place,
-    in forward and in recompute."""
+    """Wraps a context that is entered under a region's own hooks, so that torch finds the hooks around the region instead."""
 
     def __init__(self, context: Any):
         self.context = nullcontext() if context is None else context
@@ -242,7 +238,7 @@ class _Hidden:
 
 
 class _Packed:
-    """Stands for torch's holder of a tensor, which hooks have packed."""
+    """Replaces torch's holder of a tensor; hooks have packed the tensor."""
 
     def __init__(self, holder: Any, hooks: Hooks, mutable: bool):
         self.holder, self.unpack = type(holder)(hooks[0](holder.get_val(mutable))), hooks[1]
@@ -253,7 +249,7 @@ class _Packed:
 
 @contextmanager
 def _packed(forward: Any, recompute: Any, hooks: Hooks) -> Iterator[None]:
-    """Forward's context of a torch before 2.14, which at its end passes what it holds to the hooks."""
+    """Wraps the forward context of a torch before 2.14: at its end its tensors are passed to the hooks."""
     mutable = recompute.allow_cache_entry_mutation
 
     def pack(x: Any) -> Any:
@@ -262,6 +258,6 @@ def _packed(forward: Any, recompute: Any, hooks: Hooks) -> Iterator[None]:
     with forward:
         yield
     with torch.no_grad():
-        for held in forward.storage.values():  # of an operator: results by number, or in a list before 2.13
+        for held in forward.storage.values():  # an operator's results by number, or in a list before 2.13
             for i, result in list(held.items() if isinstance(held, dict) else enumerate(held)):
                 held[i] = tree_map(pack, result)

@@ -1,10 +1,9 @@
 """Runs a layer's forward in parts, each of which fits a workspace in forward and backward.
 
-The forward is recorded as a graph of ATen operators, on fake tensors, once for each kind of call. From its end backwards the
-graph is cut into stages. A stage is as much of it as is independent along one axis (`axes.followed`): of tokens, whatever is
-computed of each token alone; of heads, channels or samples, what mixes tokens, such as attention or a scan. A stage runs for as
-many entries of its axis at a time as fit the workspace, saves what it takes, and recomputes each slice in backward. Between
-stages stands what one hands to the next.
+The forward is recorded as a graph of ATen operators, on fake tensors, once for each kind of call, and cut into stages. A stage
+is independent along one axis (`axes.followed`): token-wise operators along tokens; operators that mix tokens, such as attention
+or a scan, along heads, channels or samples. A stage runs on as many entries of its axis at a time as fit the workspace, saves
+its inputs, and recomputes each slice in backward. Values between stages are stored whole.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 
 aten = torch.ops.aten
 PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
-DEPTH = 2  # of slices of slices
-GROWTHS = 3  # of what a module holds, such as a table for longer calls, after which a call is planned once more
-PLANS = 64  # of a layer that are remembered, the latest
+DEPTH = 2  # levels of slices within slices
+GROWTHS = 3  # times that a call is planned anew because a module's state changed, such as a table for longer calls
+PLANS = 64  # remembered plans of a layer
 
 
 _planning = threading.RLock()
 
 # -- running
 
-RESHAPED = (aten.view.default, aten._unsafe_view.default)  # slices are not laid out as the whole was
-# functions of torch, which `decisions` sees: a recompute has to decide alike
+RESHAPED = (aten.view.default, aten._unsafe_view.default)  # a slice's layout may differ from the whole tensor's
+# replaced by torch's functions, which `decisions` sees: a recompute must make the same decisions
 DECIDES = {
     getattr(getattr(aten, name), overload): getattr(torch, name)
     for name in ("topk", "sort", *INDICES)
     for overload in getattr(aten, name).overloads()
 }
-# whose fifth argument says whether backward will read what forward may leave out
+# operators whose fifth argument says whether backward follows
 FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
 
 
@@ -60,24 +59,24 @@ Modules = dict[str, nn.Module]
 
 
 def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Runs a call. parameters: what its module computes with, in place of its own, in their order."""
+    """Runs a call. parameters: replace the module's own parameters, in their order."""
     args, kwargs = filled(call.arguments, tensors)
     if call.path is None:
-        made = call.run(*args, **kwargs)
+        result = call.run(*args, **kwargs)
     else:
         module = modules[call.path]
         names = [name for name, _ in module.named_parameters()] if parameters else []
         with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
-            made = module.forward(*args, **kwargs)
-    return taken(made)[0]
+            result = module.forward(*args, **kwargs)
+    return taken(result)[0]
 
 
 def run(
     node: fx.Node, value: Callable[[fx.Node], Any], sizes: Iterable[tuple[int, int | None, int]] = (), count: int = 0
 ) -> Any:
-    """Runs an operator. sizes: of its cut (`axes.Cut`), in a slice of `count` entries."""
+    """Runs an operator on a slice of `count` entries. sizes: those of its `axes.Cut`."""
     args, kwargs = fx.map_arg((resized(node, sizes, count), node.kwargs), value)
-    if node.target is aten.copy.default:  # which has no derivative
+    if node.target is aten.copy.default:  # it has no derivative
         return args[1].to(args[0].dtype).expand_as(args[0])
     if node.target is torch.ops.ckptkern.stopped.default:
         return args[0].detach()
@@ -86,7 +85,7 @@ def run(
         args = [*args[:4], torch.is_grad_enabled(), *args[5:]]
     if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
         mask = kwargs.get("attn_mask")
-        if mask is not None and mask.requires_grad:  # of which it has no gradient
+        if mask is not None and mask.requires_grad:  # the operator has no gradient for masks
             options = dict(zip(("dropout_p", "is_causal"), args[3:], strict=False))
             options["enable_gqa"] = args[0].shape[1] != args[1].shape[1]
             return aten._scaled_dot_product_attention_math.default(*args[:3], **options, **kwargs)
@@ -98,38 +97,38 @@ def _reads(stage: Stage) -> list[tuple[fx.Node, Axis | None]]:
 
 
 def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[Any]:
-    """Returns a stage's results for `count` entries. parts: what it reads."""
+    """Returns a stage's results for `count` entries. parts: its inputs."""
     inputs = {
         (node, axis): part if axis is None else axis.flat(part)
         for (node, axis), part in zip(_reads(stage), parts, strict=True)
     }
-    made: dict[fx.Node, Any] = {}
+    computed: dict[fx.Node, Any] = {}
     if stage.inside is not None:
-        given, stages, ends = stage.inside
-        made.update(zip(given, inputs.values(), strict=True))
+        placeholders, stages, ends = stage.inside
+        computed.update(zip(placeholders, inputs.values(), strict=True))
         for inner in stages:
-            run_stage(inner, made, modules)
-        return [made[one] for one in ends]
+            run_stage(inner, computed, modules)
+        return [computed[node] for node in ends]
 
-    def value(one: fx.Node) -> Any:
-        return made[one] if one in made else inputs[one, axes[one]]
+    def value(source: fx.Node) -> Any:
+        return computed[source] if source in computed else inputs[source, axes[source]]
 
     for node, cut in stage.nodes.items():
         axes, call = dict(cut.inputs), stage.calls.get(node)
-        # the graph has its casts; what is fused inside is a stage of its own
+        # casts are in the graph; a fused layer inside is a stage of its own
         with own_modes() if call else torch._C._DisableAutocast():
             if call:
-                tensors, parameters = ([value(one) for one in values] for values in node.args[:2])
-                made[node] = called(call, tensors, modules, parameters)
+                tensors, parameters = ([value(source) for source in values] for values in node.args[:2])
+                computed[node] = called(call, tensors, modules, parameters)
             else:
-                made[node] = run(node, value, cut.sizes, count)
-        for one in stage.last.get(node, ()):
-            del made[one]
-    return [made[one] for one in stage.results]
+                computed[node] = run(node, value, cut.sizes, count)
+        for source in stage.last.get(node, ()):
+            del computed[source]
+    return [computed[node] for node in stage.results]
 
 
 def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
-    """Computes a stage's results of the values that are there."""
+    """Computes a stage's results from `values` and adds them to it."""
     inner, reads = dict(values), _reads(stage)
     with torch._C._DisableAutocast():
         for node in stage.before:
@@ -138,7 +137,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
     def new(i: int, _: Tensor) -> Tensor:
         like = stage.results[i].meta["val"]
         whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        return whole if all(like.stride()) else torch.empty_like(whole)  # not one entry for all
+        return whole if all(like.stride()) else torch.empty_like(whole)  # not an expanded tensor
 
     compute = functools.partial(_computed, stage, modules)
     if stage.axes:
@@ -148,7 +147,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
             [stage.axes[node] for node in stage.results],
             stage.n,
             stage.length,
-            lambda made, _: made,
+            lambda returned, _: returned,
             new,
             preserve_rng_state=False,
         )
@@ -159,7 +158,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
 
 @dataclass
 class Plan:
-    """Describes how a kind of call runs. print(plan) shows its stages, and by how many entries each may be cut."""
+    """The plan of a kind of call. print(plan) shows its stages, each with its number of entries."""
 
     stages: list[Stage]
     inputs: list[fx.Node]  # tensors among the arguments
@@ -174,7 +173,8 @@ class Plan:
         return " | ".join(map(str, self.stages))
 
     def takes(self, node: fx.Node) -> bool:
-        """Takes an operator out of the graph that changes a parameter by numbers, as a forward does that clamps its weights."""
+        """Removes an operator that changes a parameter by constants, such as a clamp of weights, from the graph. Returns
+        whether it could."""
         of = changed = node.args[0]
         while name_of(of) in ("detach", "alias"):
             of = of.args[0]
@@ -186,30 +186,32 @@ class Plan:
 
 
 def _sizes(workspace: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list[int]]:
-    """Returns what two calls have alike whose sizes may be compared, and the sizes, of tensors that are not nested."""
-    shapes = [one.shape if isinstance(one, Tensor) else None for one in (*args, *kwargs.values())]
+    """Returns a key of calls whose sizes are comparable, and the sizes of all tensors that are not nested."""
+    shapes = [value.shape if isinstance(value, Tensor) else None for value in (*args, *kwargs.values())]
     kind = workspace, *(None if shape is None else len(shape) for shape in shapes)
     return kind, [size for shape in shapes if shape is not None for size in shape]
 
 
 class _Shared:
-    """Stands for a mapping in which layers hand tensors to later ones, to flatten it: what is made anew is another mapping."""
+    """Wraps a mapping that layers use to pass tensors to later layers, so that pytree flattens it."""
 
     def __init__(self, mapping: MutableMapping):
         self.mapping = mapping
 
 
-register_pytree_node(_Shared, lambda one: ([dict(one.mapping)], type(one.mapping)), lambda held, kind: kind(*held))
+register_pytree_node(
+    _Shared, lambda shared: ([dict(shared.mapping)], type(shared.mapping)), lambda held, kind: kind(*held)
+)
 
 
 class Parts:
-    """Runs the forward of a module's class in parts. plans: by the kind of call; None where it runs as it is. slices: of each
-    stage, in a check; 0: as many as the workspace asks for. is_whole: nothing is cut, and why: the cause of that."""
+    """Runs the forward of a module's class in parts. plans: by kind of call; None: runs whole. slices: the number for each
+    stage, in a check; 0: by the workspace. is_whole: every call runs whole. why: the reason."""
 
     def __init__(self, is_whole: bool = False) -> None:
         self.is_whole = is_whole
         self.plans: collections.OrderedDict[Any, Plan | None] = collections.OrderedDict()
-        self.whole: dict[tuple, list[list[int]]] = {}  # sizes of calls that fit the workspace as they are
+        self.whole: dict[tuple, list[list[int]]] = {}  # sizes of calls that fit the workspace whole
         self.slices = self.changes = 0
         self.why = ""
 
@@ -217,15 +219,15 @@ class Parts:
         return Parts, (self.is_whole,)
 
     def fits(self, workspace: int, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Returns whether a call at least as large as this one fits the workspace as it is, by a look at sizes."""
+        """Returns whether an earlier call at least as large fitted the workspace whole."""
         kind, sizes = _sizes(workspace, args, kwargs)
         return not self.slices and any(all(map(operator.le, sizes, large)) for large in self.whole.get(kind, ()))
 
     def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         flat, spec = tree_flatten((args, kwargs))
-        shared = [one for one in flat if isinstance(one, MutableMapping)]
+        shared = [value for value in flat if isinstance(value, MutableMapping)]
         if shared:
-            named = [_Shared(one) if isinstance(one, MutableMapping) else one for one in flat]
+            named = [_Shared(value) if isinstance(value, MutableMapping) else value for value in flat]
             flat, spec = tree_flatten(tree_unflatten(named, spec))
         plan = None
         hooks = torch.nn.modules.module  # of all modules
@@ -238,14 +240,14 @@ class Parts:
         ):
             plan = self.plan_of(module, flat, spec, workspace)
         if plan is None:
-            with own_modes():  # what is fused inside bounds its own memory
+            with own_modes():  # fused layers inside bound their own memory
                 return type(module).forward(module, *args, **kwargs)
         if not self.slices and 2 * plan.cost <= workspace:
             kind, sizes = _sizes(workspace, args, kwargs)
             self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
         values: dict[fx.Node, Any] = dict(
-            zip(plan.inputs, (one for one in flat if isinstance(one, Tensor)), strict=True)
+            zip(plan.inputs, (value for value in flat if isinstance(value, Tensor)), strict=True)
         )
         modules = dict(module.named_modules())
         for node, held in plan.held.items():
@@ -256,21 +258,24 @@ class Parts:
         for stage in plan.stages:
             run_stage(stage, values, modules)
         result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
-        for one, held in zip(shared, now, strict=True):
-            one.update(held)
+        for mapping, held in zip(shared, now, strict=True):
+            mapping.update(held)
         return result
 
     def plan_of(self, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
-        tensors = [one for one in flat if isinstance(one, Tensor)]
-        if not all(type(one) in PLAIN or isinstance(one, PLAIN_VALUES) for one in flat) or not tensors:
-            self.why = "an argument is neither a tensor nor a plain value"
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        if not all(type(value) in PLAIN or isinstance(value, PLAIN_VALUES) for value in flat) or not tensors:
+            self.why = "an argument is neither a tensor nor a constant"
             return None
-        kinds = [(one.shape, one.dtype, one.device) if isinstance(one, Tensor) else (type(one), one) for one in flat]
-        own = [one for m in module.modules() for d in (m._parameters, m._buffers) for one in d.items()]
-        if any(hasattr(one, "main_grad") for _, one in own):  # in which an op sums gradients itself
+        kinds = [
+            (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else (type(value), value)
+            for value in flat
+        ]
+        own = [pair for m in module.modules() for d in (m._parameters, m._buffers) for pair in d.items()]
+        if any(hasattr(tensor, "main_grad") for _, tensor in own):  # an op sums gradients in it
             self.why = "a parameter has a main_grad"
             return None
-        kinds += [(name, one if one is None else (one.shape, one.dtype)) for name, one in own]
+        kinds += [(name, tensor if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in own]
         key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
         with _planning:
             if key in self.plans:
@@ -286,7 +291,7 @@ class Parts:
             plan, self.why, self.changes = None, str(error), self.changes + 1
             if self.changes <= GROWTHS:
                 return None
-        except Exception as error:  # whatever a forward makes of fake tensors
+        except Exception as error:  # any error of a forward on fake tensors
             plan, self.why = None, str(error) if isinstance(error, Uncut) else f"{type(error).__name__}: {error}"
         self.plans[key] = plan
         if len(self.plans) > PLANS:
@@ -295,17 +300,17 @@ class Parts:
 
 
 def samples(node: fx.Node) -> bool:
-    """Returns whether it samples random numbers. Attention without dropout does not."""
+    """Returns whether the operator samples random numbers. Attention without dropout does not."""
     return torch.Tag.nondeterministic_seeded in node.target.tags and argument(node, "dropout_p") != 0
 
 
 def becomes_functional(node: fx.Node) -> bool:
-    """Gives an operator that writes into another's result a result of its own, and returns whether it could: where nothing else
-    reads that, as in torch's RMSNorm without a weight, or in what is computed of parameters alone."""
+    """Replaces an in-place operator by its functional form and returns whether it could: only where nothing else reads the
+    tensor, as in torch's RMSNorm without a weight."""
     changed, name = node.args[0], name_of(node).removesuffix("_")
     other = getattr(getattr(aten, name, None), node.target._overloadname, None)
     is_fresh = isinstance(changed.target, torch._ops.OpOverload) and not changed.target.is_view
-    is_alike = all(one.meta["val"].dtype == changed.meta["val"].dtype for one in tensors_of(node))
+    is_alike = all(source.meta["val"].dtype == changed.meta["val"].dtype for source in tensors_of(node))
     if other is None or other._schema.is_mutable or not (is_fresh and is_alike) or len(changed.users) > 1:
         return False
     node.target = other
@@ -314,90 +319,94 @@ def becomes_functional(node: fx.Node) -> bool:
 
 
 def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
-    """Returns the graph of a stage's first slice, what it is given and its results."""
-    graph, given, made = fx.Graph(), {}, {}
+    """Returns the graph of a stage's first slice, its placeholders and its results."""
+    graph, placeholders, copies = fx.Graph(), {}, {}
 
     def part(node: fx.Node, axis: Axis | None) -> Any:
         value = node.meta["val"]
         if axis is None:
             return value
         parts, size = [], shape_of(node)[axis.dim]
-        for one in value if is_list(node) else [value]:
-            if one.shape[axis.dim : axis.dim + 1] == (size,):
-                whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-                one = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), one.device)
-            parts.append(one)
+        for tensor in value if is_list(node) else [value]:
+            if tensor.shape[axis.dim : axis.dim + 1] == (size,):
+                whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                tensor = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), tensor.device)
+            parts.append(tensor)
         return parts if is_list(node) else parts[0]
 
     for node, axis in _reads(stage):
-        given[node, axis] = graph.placeholder(node.name)
-        given[node, axis].meta["val"] = part(node, axis)
+        placeholders[node, axis] = graph.placeholder(node.name)
+        placeholders[node, axis].meta["val"] = part(node, axis)
     for node, cut in stage.nodes.items():
         axes = dict(cut.inputs)
-        copied = graph.node_copy(node, lambda one, axes=axes: made[one] if one in made else given[one, axes[one]])
+        copied = graph.node_copy(
+            node, lambda source, axes=axes: copies[source] if source in copies else placeholders[source, axes[source]]
+        )
         copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
-        made[node] = copied
-    ends = [made[one] for one in stage.results]
+        copies[node] = copied
+    ends = [copies[node] for node in stage.results]
     graph.output(ends)
-    return graph, [*given.values()], ends
+    return graph, [*placeholders.values()], ends
 
 
 def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0, times: int = 1) -> None:
-    """Cuts the slices that do not fit into stages of their own. times: that the stages run."""
+    """Cuts slices that do not fit the workspace into stages of their own. times: how often the stages run."""
     for stage in stages:
         fits = 2 * stage.cost * stage.length <= workspace * stage.n
         if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
             continue
-        graph, given, ends = graph_of_slice(stage, mode)
+        graph, placeholders, ends = graph_of_slice(stage, mode)
         within = times * stage.n // stage.length
         planner = Planner(graph, [], workspace, times=within)
         with contextlib.suppress(Uncut):
             inner = planner.plan()
             plan_inside(inner, mode, workspace, depth + 1, within)
             if len(inner) > 1:
-                stage.inside = given, inner, ends
+                stage.inside = placeholders, inner, ends
 
 
 def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
-    """Records a call with these values, flat, and cuts it. Raises Uncut, or whatever a forward makes of fake tensors."""
+    """Records and cuts a call with these flat values. Raises Uncut, or any error of the forward on fake tensors."""
     inputs, (values, _) = taken(flat)
     plan = Plan([], [], {}, None)
 
     def forward(*tensors: Tensor) -> list[Tensor]:
-        args, kwargs = given = filled((values, spec), tensors)
-        before, kind = tree_flatten(given)
+        args, kwargs = arguments = filled((values, spec), tensors)
+        before, kind = tree_flatten(arguments)
         with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():
             result = type(module).forward(module, *args, **kwargs)
-        now, after = tree_flatten(given)
-        if after != kind or any(one is not other for one, other in zip(now, before, strict=True)):
-            raise Uncut("it changes a list or a dict that it is given")
-        shared = [dict(one) for one in now if isinstance(one, MutableMapping)]
+        now, after = tree_flatten(arguments)
+        if after != kind or any(value is not other for value, other in zip(now, before, strict=True)):
+            raise Uncut("its forward changes a list or dict among its arguments")
+        shared = [dict(value) for value in now if isinstance(value, MutableMapping)]
         result, plan.spec = tree_flatten((result, shared))
         return result
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with as_before(module), unchanged(module), traced_calls(module) as tracing:
-        made = recorded(torch.func.functionalize(forward), [mode.from_tensor(one.detach()) for one in inputs])
+        graph_module = recorded(
+            torch.func.functionalize(forward), [mode.from_tensor(tensor.detach()) for tensor in inputs]
+        )
         held = held_by(module)
-    plan.inputs = [node for node in made.graph.nodes if node.op == "placeholder"]
-    for node in list(made.graph.nodes):
+    plan.inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for node in list(graph_module.graph.nodes):
         if node.op == "get_attr":
-            value = getattr(made, node.target)
+            value = getattr(graph_module, node.target)
             plan.held[node] = held.get(id(value), value)
             # torch.tensor(0.5) in a forward is copied before it is read
             if id(value) not in held and any(name_of(user) != "lift_fresh_copy" for user in node.users):
-                raise Uncut("it reads a tensor that is neither a parameter nor a buffer")
+                raise Uncut("its forward reads a tensor that is neither a parameter nor a buffer")
             node.meta["val"] = value
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if name_of(node).startswith("as_strided"):
-                raise Uncut("it reads memory as this call laid it out")
+                raise Uncut("its forward reads memory by strides (as_strided)")
             if node.target._schema.is_mutable and (plan.takes(node) or becomes_functional(node)):
                 continue
             if samples(node) or node.target._schema.is_mutable:
-                raise Uncut(f"{node.target} is not run in slices")
-    planner = Planner(made.graph, tracing.calls, workspace, slices)
+                raise Uncut(f"{node.target} cannot run in slices")
+    planner = Planner(graph_module.graph, tracing.calls, workspace, slices)
     plan.output, plan.stages = planner.output, planner.plan()
     if not slices:
         plan_inside(plan.stages, mode, workspace)
-    plan.cost = sum(bytes_of(node) for node in made.graph.nodes if node.op == "call_function")
+    plan.cost = sum(bytes_of(node) for node in graph_module.graph.nodes if node.op == "call_function")
     return plan

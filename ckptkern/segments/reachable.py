@@ -1,5 +1,5 @@
-"""What a function can read besides its arguments, and the weights of `torch.nn.utils.parametrize.cached()`, which a recompute
-finds as forward had them: backward runs after the block."""
+"""The objects that a function can read besides its arguments, and the weights of `torch.nn.utils.parametrize.cached()`, which a
+recompute restores, since backward runs after that block."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ _lock = threading.RLock()  # parametrize's cache is one for all threads
 
 @functools.lru_cache(maxsize=4096)
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names that the code reads as globals; `co_names` has those of attributes, too."""
-    found = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(found))
+    """Returns the names that the code reads as globals; `co_names` includes attributes."""
+    names = (
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    return tuple(dict.fromkeys(names))
 
 
 def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple[Any, ...]]:
-    """Returns (the module that a call runs for sure, or None; what else the call can reach).
+    """Returns the module that a call certainly runs, or None, and other objects that the call can reach.
 
-    The first is the function itself, what it is bound to, or the `self` of a decorated method. The others are the arguments of
-    a partial object, attributes of another object that is called or bound, defaults, the cells of the closure, and the globals
-    that the function's code names.
+    The module is the function itself, the object that it is bound to, or the `self` of a decorated method. The others are
+    arguments of a partial object, attributes of another object that is called or bound, defaults, cells of the closure, and
+    globals that the function's code names.
     """
     others: tuple[Any, ...] = ()
     while isinstance(function, functools.partial):
@@ -59,7 +63,7 @@ def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tup
 
 
 def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]:
-    """Returns the modules that a call runs or can reach, with those inside."""
+    """Returns the modules that a call runs or can reach, with their submodules."""
     own, others = reachable_of(function, args)
     values = [own, *args, *kwargs.values()]
     for value in others:
@@ -67,7 +71,7 @@ def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]
             values.append(value.cell_contents if isinstance(value, types.CellType) else value)
         except ValueError:  # not filled yet
             continue
-    roots = [one for value in values for one in (value if type(value) in (list, tuple) else (value,))]
+    roots = [item for value in values for item in (value if type(value) in (list, tuple) else (value,))]
     return list(dict.fromkeys(m for root in roots if isinstance(root, nn.Module) for m in root.modules()))
 
 
@@ -75,7 +79,7 @@ def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]
 
 
 def missing_weights(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[nn.Module, str]]:
-    """Weights that a call may compute for parametrize.cached()."""
+    """Yields (module, name) of weights that a call may compute for parametrize.cached()."""
     for module in modules_of(function, args, kwargs):
         for name in module._modules.get("parametrizations") or ():
             if (id(module), name) not in parametrize._cache:
@@ -83,19 +87,19 @@ def missing_weights(function: Callable, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def makes_cached(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call inside of parametrize.cached() is the first to compute a weight. Later calls read it, and its
-    parametrization may give another one the second time."""
+    """Returns whether a call inside parametrize.cached() is the first to compute a weight. Later calls read this weight, and a
+    second computation may give another."""
     return parametrize._cache_enabled > 0 and any(True for _ in missing_weights(function, args, kwargs))
 
 
 def cached_weights() -> dict | None:
-    """Returns the weights so far; None outside of parametrize.cached()."""
+    """Returns a copy of the cached weights; None outside parametrize.cached()."""
     return parametrize._cache.copy() if parametrize._cache_enabled else None
 
 
 @contextmanager
 def caching(weights: dict | None) -> Iterator[None]:
-    """Inside, these are the weights of parametrize.cached(); None: it is not entered. What is computed inside is dropped."""
+    """Sets the weights of parametrize.cached() inside; None: not cached. Weights computed inside are dropped."""
     with _lock:
         before = parametrize._cache, parametrize._cache_enabled
         parametrize._cache, parametrize._cache_enabled = dict(weights or {}), weights is not None
@@ -107,6 +111,6 @@ def caching(weights: dict | None) -> Iterator[None]:
 
 @contextmanager
 def caching_nothing() -> Iterator[None]:
-    """Inside, for a trial run: it leaves neither weights of fake tensors in parametrize.cached(), nor any without a graph."""
+    """Drops the weights that a trial run inside adds to parametrize.cached(), which may be fake tensors or lack a graph."""
     with caching(cached_weights()):
         yield

@@ -24,7 +24,7 @@ from .stages import Call, Form, Uncut
 
 
 class _Tracing:
-    """Notes the calls that become one operator while a forward is recorded."""
+    """Collects the calls that become one operator while a forward is recorded."""
 
     def __init__(self, root: nn.Module):
         self.paths = {m: path for path, m in root.named_modules()}
@@ -35,12 +35,12 @@ _local = threading.local()
 
 
 class Place(int):
-    """Stands for a tensor in a list of others."""
+    """A tensor's position in a list of tensors."""
 
 
 @contextlib.contextmanager
 def traced_calls(root: nn.Module | None) -> Iterator[_Tracing | None]:
-    """Notes such calls in a block; root: the module that is recorded, None to note nothing."""
+    """Collects such calls inside. root: the module that is recorded; None: nothing is collected."""
     before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
     try:
         yield _local.tracing
@@ -56,31 +56,31 @@ def is_traced() -> bool:
 def traced_call(
     module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict[str, Any], along: str = "nothing"
 ) -> Any:
-    """Records one call as one operator. module: whose call it is, or None for a function. forward: runs on fake tensors. along:
-    may it run for some "tokens", or for some "heads" of all its arguments? Else it runs for "nothing" less than all."""
+    """Records a call as one operator. module: the called module, or None for a function. forward: runs on fake tensors. along:
+    the axis along which the call may be cut: "tokens", "heads" (of all its arguments) or "nothing"."""
     tensors, form = taken((args, kwargs))
-    if any(isinstance(one, MutableMapping) for one in form[0]):
-        raise Uncut("it hands a mapping on")
+    if any(isinstance(leaf, MutableMapping) for leaf in form[0]):
+        raise Uncut("its forward passes a mapping to a submodule")
     tracing = _local.tracing
     call = Call(None if module is None else tracing.paths[module], form, forward)
     tracing.calls.append(call)
     parameters = [] if module is None or along == "nothing" else list(module.parameters())
-    made = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
-    return filled(call.result, made)
+    results = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
+    return filled(call.result, results)
 
 
 def taken(value: Any) -> tuple[list[Tensor], Form]:
-    """Takes the tensors out of a value."""
+    """Returns the tensors in a value, and its form without them."""
     flat, spec = tree_flatten(value)
-    tensors = [one for one in flat if isinstance(one, Tensor)]
+    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     places = iter(range(len(tensors)))
-    return tensors, ([Place(next(places)) if isinstance(one, Tensor) else one for one in flat], spec)
+    return tensors, ([Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
 
 def filled(form: Form, tensors: Sequence[Any]) -> Any:
-    """Returns the value with these tensors."""
+    """Returns the value of this form with these tensors; undoes `taken`."""
     values, spec = form
-    return tree_unflatten([tensors[one] if type(one) is Place else one for one in values], spec)
+    return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in values], spec)
 
 
 _library = torch.library.Library("ckptkern", "FRAGMENT")
@@ -92,8 +92,8 @@ def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -
     call = _local.tracing.calls[place]
     args, kwargs = filled(call.arguments, tensors)
     with traced_calls(None), torch._C.DisableTorchFunction():
-        made, call.result = taken(call.run(*args, **kwargs))
-    return [one.clone() for one in made]
+        results, call.result = taken(call.run(*args, **kwargs))
+    return [tensor.clone() for tensor in results]
 
 
 # detach, which torch 2.15 records as an alias
@@ -103,7 +103,7 @@ torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Counts no calls, and logs no operator that does not run on fake tensors."""
+    """Restores call counts, and silences logs of operators that do not run on fake tensors."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
     was, log.disabled = log.disabled, True
@@ -116,36 +116,38 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 
 class Changed(Uncut):
-    """Says that a forward changes what modules hold."""
+    """Raised if a forward changes the state of modules."""
 
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Gives modules back what they held, and raises Changed if the block changed it: attributes, buffers, containers."""
+    """Restores attributes, buffers and containers of modules afterwards, and raises Changed if the block changed them."""
     held = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
-    held += [one for m in module.modules() for one in vars(m).values() if type(one) in (list, dict, set)]
-    before = [(one, copy.copy(one)) for one in held]
-    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # into which a recording writes in truth
+    held += [
+        container for m in module.modules() for container in vars(m).values() if type(container) in (list, dict, set)
+    ]
+    before = [(container, copy.copy(container)) for container in held]
+    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # a recording does write into buffers
     try:
         yield
     finally:
         changed = False
-        for one, was in before:
-            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (one, was))
+        for container, was in before:
+            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, was))
             if len(now) != len(then) or not all(map(operator.is_, now, then)):
                 changed = True
-                one.clear()
-                (one.extend if isinstance(one, list) else one.update)(was)
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(was)
         for buffer, value, version in counters:
             if buffer._version != version:
                 changed = True
                 buffer.copy_(value)
     if changed:
-        raise Changed("its forward changes what a module holds")
+        raise Changed("its forward changes what a module stores")
 
 
 def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
-    """Returns where parameters and buffers are, by id: the path of a module, its dict, and the name there."""
+    """Returns (path of the module, name of its dict, name in the dict) of parameters and buffers, by id."""
     return {
         id(value): (path, kind, name)
         for path, m in module.named_modules()
@@ -155,39 +157,39 @@ def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
 
 
 def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs torch's function; of fake tensors that takes 16 bits alone."""
+    """Runs torch's grouped_mm; on fake tensors, for which torch supports only 16-bit dtypes, returns an empty result."""
     if not isinstance(x, FakeTensor):
         return function(x, weight, *args, **kwargs)
     if (x.dim(), weight.dim()) != (2, 3):
-        raise Uncut("it multiplies groups of other than rows")
+        raise Uncut("its grouped_mm does not group rows")
     return x.new_empty(len(x), weight.shape[-1])
 
 
 class Recording(TorchFunctionMode):
-    """Hides calls from other modes. Gradients are on and off for a forward as they are in training, but no call makes any. What
-    is detached, or made while they are off, is marked by an operator of ours."""
+    """Hides calls from other modes. A forward sees gradients on and off as in training, but no graph is recorded. Tensors that
+    are detached, or computed while gradients are off, are marked by the operator `stopped`."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch._C._set_grad_enabled:
             return function(*args)
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         if name.endswith("grouped_mm"):
-            made = traced_call(None, grouped_mm, (function, *args), kwargs)
+            result = traced_call(None, grouped_mm, (function, *args), kwargs)
         else:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                made = function(*args, **kwargs)
+                result = function(*args, **kwargs)
         if name == "__get__" or (name != "detach" and torch.is_grad_enabled()):
-            return made
+            return result
         writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
         if writes or name in ("__setitem__", "__set__") or (name.endswith("_") and name[-2] != "_") or "out" in kwargs:
-            raise Uncut("it writes while gradients are off")
+            raise Uncut("its forward writes in place while gradients are off")
         return tree_map_only(
-            Tensor, lambda one: torch.ops.ckptkern.stopped(one) if one.is_floating_point() else one, made
+            Tensor, lambda tensor: torch.ops.ckptkern.stopped(tensor) if tensor.is_floating_point() else tensor, result
         )
 
 
 def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors."""
-    made = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    made.graph.eliminate_dead_code()
-    return made
+    """Records a function of fake tensors as a graph."""
+    graph_module = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    graph_module.graph.eliminate_dead_code()
+    return graph_module

@@ -1,13 +1,13 @@
-"""A region of `checkpoint` between forward and backward, or of several calls in a row: layers that a model calls one by one.
+"""A region of `checkpoint` between forward and backward; also a span of successive calls: layers that a model calls one by one.
 
-Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd wants to save.
-When backward opens the first placeholder, the region runs again. This time the hooks hand each saved tensor to the
-placeholder at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
-forward: arguments, what modules and closures held, modes, random state and precision (csrc/segment_state.h).
+Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd saves. When backward
+opens the first placeholder, the region runs again: the hooks then pass each saved tensor to the placeholder at the same
+position, and the run stops at the last placeholder. A C++ object holds the state of forward for the recompute: arguments,
+attributes of modules, variables of closures, modes, random state and precision (csrc/segment_state.h).
 
-Saved tensors belong to the innermost region; a region's own arguments are saved in the region around it. Recomputed
-tensors belong to one backward pass and are freed when it reads them, also with retain_graph; but after a pass that asks for a
-part of the gradients of a retained graph, later passes read them too (`ckptkern.split_backward`).
+Saved tensors belong to the innermost region; a region's own arguments are saved in the region around it. Recomputed tensors
+belong to one backward pass and are freed when it reads them, also with retain_graph; but after a pass for a part of the
+gradients of a retained graph, later passes read them too (`ckptkern.split_backward`).
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_s
 from .decisions import saved_decisions
 from .reachable import cached_weights, caching, reachable_of
 
-HELD = -1  # the key of a recompute that later passes read, too; csrc/saved_tensors.cpp
+HELD = -1  # the key of a recompute that later passes read too; csrc/saved_tensors.cpp
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class _Stop(Exception):
-    """Ends a recompute once every tensor that backward asked for is there."""
+    """Ends a recompute once it has recomputed every tensor that backward needs."""
 
 
 class Segment(SavedTensors):
-    """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
+    """A call of `checkpoint`. The base class has the hooks (csrc/saved_tensors.h)."""
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
         self.compares = check != "none"
         self.checksums = _Checksums() if check == "values" else None
-        self.stops_early = early_stop and self.checksums is None  # they are of what ops have written
-        self.sequence = ACTIVE.context  # over whose ranks attention goes, also when it is recomputed
+        self.stops_early = early_stop and self.checksums is None  # checksums need all ops to have run
+        self.sequence = ACTIVE.context  # the ranks of context parallelism, for the recompute too
         self.weights = cached_weights()
         self.room = self.device = None
-        self.done: dict = {}  # key of every backward pass that the region was recomputed for
+        self.done: dict = {}  # keys of the backward passes that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
         self.state = self.state_of(function, args, kwargs, preserve_rng_state)
 
     # -- forward
 
     def state_of(self, function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> SegmentState:
-        """What a call of the function reads. The parameters of its module must be as they are now when it is recomputed."""
+        """Returns the state that a call of the function reads. A later change of its module's parameters is an error."""
         own, reachable = reachable_of(function, args)
         if self.weights:
             reachable += tuple(self.weights.values())
@@ -74,7 +74,7 @@ class Segment(SavedTensors):
         return state
 
     def record(self, context, function: Callable, args: tuple, kwargs: dict):
-        """The function's result, of which only placeholders are saved. context: of forward, from `context_fn`."""
+        """Runs the function, saving only placeholders, and returns its result. context: forward's, from `context_fn`."""
         draws = self.state.draws
         if draws:
             self.state.record()
@@ -98,7 +98,7 @@ class Segment(SavedTensors):
             if draws:
                 self.state.stop()
         self.completed = True
-        self.forget_moved()  # what forward itself changed is not an error
+        self.forget_moved()  # changes by forward itself are not errors
         self.state.settle()
         if self.checksums is not None:
             self.checksums.all()
@@ -107,7 +107,7 @@ class Segment(SavedTensors):
     # -- backward
 
     def key(self) -> int:
-        """Identifies the current backward pass. Passes of one group share a recompute; outside a pass, each read is one."""
+        """Returns a key of the current backward pass. Passes of a group share a key; outside a pass each read has its own."""
         group = torch._C._get_graph_exec_group()
         if group is None:
             task = torch._C._current_graph_task_id()
@@ -124,8 +124,8 @@ class Segment(SavedTensors):
                     self.device = self.recompute(key)
                     self.done[key] = torch._C._get_graph_exec_group()
                     if is_first_of_several() and self.leaves_out():
-                        # asked for a part of a retained graph's gradients: later passes read what this one recomputed, if it
-                        # may be held (`split_backward`)
+                        # this pass computes a part of a retained graph's gradients: later passes read its recomputed tensors,
+                        # if there is room (`split_backward`)
                         limit = stash_limit([choose_workspace("checkpoint", None, torch.empty(0, device=self.device))])
                         size = self.hold(key, -1 if limit == math.inf else int(limit))
                         self.room = None if size is None else Room(size)
@@ -153,23 +153,26 @@ class Segment(SavedTensors):
             raise
 
     def held(self, saved: Placeholder) -> Tensor | None:
-        """What an earlier pass recomputed; not if it has changed since, as an argument or parameter may: recompute says so."""
+        """Returns the tensor that an earlier pass recomputed, or None. A tensor that has changed since, as an argument or
+        parameter may, is dropped; the recompute then raises."""
         if self.room is None:
             return None
         value = saved.take(HELD)
         if value is None:
             self.drop(HELD)
             self.room = None
-            self.done.pop(torch._C._current_graph_task_id(), None)  # this pass may have recomputed it itself
+            self.done.pop(torch._C._current_graph_task_id(), None)  # this pass may have recomputed the region
         return value
 
     def recompute(self, key: int) -> torch.device | None:
-        """Hands each tensor to its placeholder. Returns where the first one is."""
+        """Runs the region again, passing each tensor to its placeholder. Returns the first tensor's device."""
         args, kwargs = self.state.arguments()
         if (now_other := self.changed()) is not None:
             parameter, *versions = now_other
             named = (pair for root in self.roots() for pair in root.named_parameters())
-            name = next((f"the parameter {name!r}" for name, one in named if one is parameter), "a parameter")
+            name = next(
+                (f"the parameter {name!r}" for name, candidate in named if candidate is parameter), "a parameter"
+            )
             self.refuse(name, parameter, *versions)
         run, checksums = Recompute(self, key, _Stop), None if self.checksums is None else _Checksums()
         grad_mode = torch.is_grad_enabled()
@@ -201,7 +204,8 @@ class Segment(SavedTensors):
         return run.device
 
     def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
-        """Puts back what the call read. The context raises if it reads what cannot be put back."""
+        """Restores the state that the call read. The context it returns raises if the recompute reads a tensor that was changed
+        in place."""
         for module, then in state.reclassed():
             raise CheckpointError(
                 f"ckptkern.checkpoint: {type(module).__name__} in {_describe(self.function)} was a {then.__name__} in forward: "
@@ -228,7 +232,7 @@ class Segment(SavedTensors):
         self.function(*args, **kwargs)
 
     def roots(self) -> list[nn.Module]:
-        """Returns the modules that the region can reach, without those inside."""
+        """Returns the modules that the region can reach, without submodules."""
         return self.state.roots()
 
     # -- checks
@@ -297,11 +301,11 @@ class Segment(SavedTensors):
 
 
 def _identity(x: Tensor) -> Tensor:
-    return x  # of this module: by it a recompute's hooks are known (RECOMPUTING)
+    return x  # a function of this module, by which RECOMPUTING recognises a recompute's hooks
 
 
 def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """A hook that packs, and takes a checksum of each tensor."""
+    """Returns a hook that packs, and adds each tensor to the checksums."""
     if checksums is None:
         return pack
 
@@ -312,38 +316,38 @@ def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Call
     return add_and_pack
 
 
-_NOTHING = contextlib.nullcontext()  # may be entered again and again
+_NOTHING = contextlib.nullcontext()  # reusable
 
 
 class _Unreadable(TorchDispatchMode):
-    """Raises where the recompute reads what was changed in place. changed: of the region's state."""
+    """Raises where the recompute reads a tensor that was changed in place. changed: those of the region's state."""
 
     def __init__(self, changed: list[tuple], segment: Segment):
         super().__init__()
-        self.segment, self.found = segment, {id(one): (one, *row) for ones, *row in changed for one in ones}
+        self.segment, self.changed = segment, {id(x): (x, *row) for tensors, *row in changed for x in tensors}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions run as they were compiled: autograd saves other tensors where they run without."""
+        """Lets compiled functions run compiled: uncompiled, autograd saves other tensors."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, views = kwargs or {}, []
         for value in tree_leaves((args, kwargs)):
-            if (found := self.found.get(id(value))) is not None:
-                one_of = func._schema.arguments
-                given = [
-                    *zip(one_of, args, strict=False),
-                    *((one, kwargs[one.name]) for one in one_of if one.name in kwargs),
+            if (entry := self.changed.get(id(value))) is not None:
+                parameters = func._schema.arguments
+                arguments = [
+                    *zip(parameters, args, strict=False),
+                    *((parameter, kwargs[parameter.name]) for parameter in parameters if parameter.name in kwargs),
                 ]
-                # what an op only writes or views is read by a later op, here or through the view
-                if any(one.alias_info is None for one, what in given if what is value):
-                    tensor, module, name, now, then = found
+                # an op that only writes or views the tensor does not read it; a later op may, also through the view
+                if any(parameter.alias_info is None for parameter, argument in arguments if argument is value):
+                    tensor, module, name, now, then = entry
                     self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
-                views.append(found[1:])
+                views.append(entry[1:])
         result = func(*args, **kwargs)
         for row in views:
-            self.found |= {id(one): (one, *row) for one in tree_leaves(result) if isinstance(one, Tensor)}
+            self.changed |= {id(x): (x, *row) for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
 
 
@@ -358,7 +362,7 @@ def _describe(function) -> str:
 
 
 def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module]) -> str:
-    """The name of what a module, or the closure, holds."""
+    """Returns a description of a module's parameter, buffer or attribute, or of a captured tensor."""
     if module is None:
         return "a tensor that the function captures"
     paths = (path for root in roots for path, inside in root.named_modules() if inside is module)
@@ -371,13 +375,13 @@ def _tip() -> str:
 
 
 class _Checksums:
-    """Holds checksums of saved tensors, taken once their ops have run: a kernel may fill what was saved before, as rrelu fills
-    its noise."""
+    """Checksums of saved tensors, computed once their ops have run: an op may save a tensor before its kernel fills it, as
+    rrelu does with its noise."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
         self.waiting: list[Tensor] = []
-        self.op = -1  # of the waiting tensors
+        self.op = -1  # the op of the waiting tensors
 
     def add(self, x: Tensor) -> None:
         op = torch._C._autograd._get_sequence_nr()
@@ -387,7 +391,7 @@ class _Checksums:
         self.op = op
 
     def all(self) -> list[Tensor]:
-        with _disable_current_modes():  # a selective policy records every op that it sees
+        with _disable_current_modes():  # a selective policy would record these ops
             self.values += map(checksum, self.waiting)
         self.waiting = []
         return self.values
@@ -397,8 +401,8 @@ class _Checksums:
 
 
 class _Next(NamedTuple):
-    """A call after the first. state: what it reads, without the arguments that the call before it returned; places: (leaf of
-    the arguments, leaf of what that call returned) of these; spec: how the leaves lie in the arguments."""
+    """A call after the first. state: without the arguments that the previous call returned. places: (index of such an argument,
+    index of the previous result), among leaves. spec: the TreeSpec of the arguments."""
 
     function: Callable
     state: SegmentState
@@ -407,15 +411,15 @@ class _Next(NamedTuple):
 
 
 class Span(Segment):
-    """A region that calls are added to. Each takes results of the one before it.
+    """A region of successive calls, each of which takes results of the previous one.
 
-    Saved for backward: the arguments of the first call, of the others what no call of the span made, decisions
-    (`saved_decisions`), and 2.5 KiB of random state a call. The graph is that of the calls, so that what each returns may be
-    used and differentiated as usual. Backward recomputes all calls at once, in their order, each from its own state.
+    Saved for backward: the arguments of the first call, other calls' arguments that are not results of the span, decisions
+    (`saved_decisions`), and 2.5 KiB of random state a call. Results of each call may be used and differentiated as usual.
+    Backward recomputes all calls at once, in order, each from its own state.
     """
 
     def __init__(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]):
-        """function: what a call of the module runs, in forward and in recompute."""
+        """Opens a span for a module. function: runs the module's call, in forward and in recompute."""
         contexts = saved_decisions()
         super().__init__(module, args, kwargs, True, contexts, "default", True, None)
         self.first_call, self.context = function, contexts[0]
@@ -423,7 +427,7 @@ class Span(Segment):
         self.returned: list[tuple[weakref.ref, int]] = []  # tensors that the last call returned, and their versions
 
     def first(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of the first call."""
+        """Runs the first call and returns its result."""
         return self.noted(self.record(self.context, self.first_call, args, kwargs))
 
     def noted(self, result: Any) -> Any:
@@ -432,20 +436,20 @@ class Span(Segment):
         return result
 
     def takes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, int]]:
-        """The places in such a call of what the last call returned; [] if there are none, or one was changed since."""
-        if self.changed() is not None:  # a parameter, since the last call: this region is to say so in backward
+        """Returns the `places` of a next call; [] if it takes no result of the last call, or a result was changed since."""
+        if self.changed() is not None:  # a parameter was changed since the last call: backward is to raise
             return []
-        found = {}
-        for i, one in enumerate(self.returned):
-            if one is not None and (tensor := one[0]()) is not None and tensor.requires_grad:
-                found[id(tensor)] = i, tensor._version == one[1]
-        at = [(j, *found[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in found]
+        places = {}
+        for i, entry in enumerate(self.returned):
+            if entry is not None and (tensor := entry[0]()) is not None and tensor.requires_grad:
+                places[id(tensor)] = i, tensor._version == entry[1]
+        at = [(j, *places[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in places]
         return [(j, i) for j, i, _ in at] if all(same for *_, same in at) else []
 
     def next(
         self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], places: list[tuple[int, int]]
     ) -> Any:
-        """The result of another call, which `takes` found these places in."""
+        """Runs another call, with the places that `takes` returned, and returns its result."""
         leaves, spec = tree_flatten((args, kwargs))
         for j, _ in places:
             leaves[j] = None
@@ -456,18 +460,18 @@ class Span(Segment):
         return result
 
     def roots(self) -> list[nn.Module]:
-        return [root for state in (self.state, *(one.state for one in self.later)) for root in state.roots()]
+        return [root for state in (self.state, *(call.state for call in self.later)) for root in state.roots()]
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> None:
         result = self.first_call(*args, **kwargs)
         for function, state, places, spec in self.later:
-            made = tree_leaves(result)
+            returned = tree_leaves(result)
             leaves = tree_leaves(state.arguments())
             for j, i in places:
-                leaves[j] = made[i]
+                leaves[j] = returned[i]
             args, kwargs = tree_unflatten(leaves, spec)
             unreadable = self.enter(state)
-            torch._C._push_on_torch_function_stack(self.recompute_context)  # above the modes of this call
+            torch._C._push_on_torch_function_stack(self.recompute_context)  # above this call's modes
             try:
                 with unreadable:
                     result = function(*args, **kwargs)

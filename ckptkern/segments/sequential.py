@@ -1,4 +1,4 @@
-"""Chooses which layers of a list become segments (a count, √L, every k, a bound in bytes, names) and runs them."""
+"""Chooses the layers of a list that become segments (by a count, √L, every k, a bound in bytes or names) and runs them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ from ..memory import counting, format_size, parse_size, storages_of
 from .checkpoint import checkpoint
 from .reachable import caching_nothing
 
-OPTIONS = {name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY}
+OPTIONS = {
+    name
+    for name, parameter in inspect.signature(checkpoint).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 _ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
 Segments = int | str | Callable[[str, Callable], bool]
 
 
 class Part(NamedTuple):
-    """Layers [start, stop), recomputed in backward as one segment, or run as they are."""
+    """Layers [start, stop) of a list. recompute: they are one activation checkpoint."""
 
     start: int
     stop: int
@@ -43,26 +47,26 @@ def _named(functions) -> tuple[list[str], list[Callable]]:
 
 
 def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, input: Tensor | None = None) -> list[Part]:
-    """The parts of a list of layers, in order, that a `segments` argument stands for.
+    """Returns the parts of a list of layers for a `segments` argument.
 
     segments:
-      4            that many segments of equal length; the last takes the remainder and is run as it is, because its
-                   backward comes first (torch's own rule)
-      "sqrt"       round(√L) segments, as even as possible, the last one run as it is: the least memory for one more
+      4            that many segments of equal length; the last takes the remainder and is not recomputed, because its
+                   backward comes first (torch's rule)
+      "sqrt"       round(√L) segments, as even as possible, the last not recomputed: the least memory for one more
                    forward pass (Chen et al., arXiv:1604.06174)
-      "every 3"    segments of three layers in a row, as `every=3` of convert and LayerStack; the last may be shorter
+      "every 3"    segments of three successive layers, as `every=3` of convert and LayerStack; the last may be shorter
       "2GiB"       recomputes the fewest layers, those that save most first, so that at most this is saved for backward.
-                   `input` gives shapes and dtypes: the layers are traced on fake tensors, and nothing is computed
-      "block*"     layers whose name matches (fnmatch), each a segment of its own; names are those of the
-                   nn.Sequential's children, or places in the list
-      a callable   (name, layer) -> bool, likewise
+                   The layers are measured on fake tensors with the shapes and dtypes of `input`
+      "block*"     each layer whose name matches (fnmatch) is a segment; names are those of the nn.Sequential's
+                   children, or positions in the list
+      a callable   (name, layer) -> bool: each layer for which it returns True is a segment
 
     Raises ValueError for more segments than layers, a pattern that matches no layer, a bound that a single segment
     already exceeds, and a bound without an input.
     """
     if isinstance(functions, Tensor) or not hasattr(functions, "__len__"):
-        found = _ORDER if isinstance(functions, Tensor) else type(functions).__name__
-        raise TypeError(f"segments: wanted an nn.Sequential or a list of layers, but got {found}")
+        kind = _ORDER if isinstance(functions, Tensor) else type(functions).__name__
+        raise TypeError(f"segments: expected an nn.Sequential or a list of layers, but found {kind}")
     names, layers = _named(functions)
     count = len(layers)
     starts = None
@@ -106,7 +110,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
 
 
 def _alone(chosen: Iterable[bool]) -> list[Part]:
-    """A part for every chosen layer, and one for every run of others."""
+    """Returns a part for every chosen layer, and one for every run of other layers."""
     parts: list[Part] = []
     for i, recompute in enumerate(chosen):
         if parts and not recompute and not parts[-1].recompute:
@@ -123,14 +127,14 @@ Storages = dict[StorageWeakRef, int]  # bytes by storage
 
 
 class _Layer(NamedTuple):
-    """What a layer saves when it is run as it is, and its input."""
+    """The storages that a layer saves without a checkpoint, and those of its input."""
 
     saved: Storages
     input: Storages
 
 
 def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:
-    """Returns function(x), and what it saves for backward. x: a fake tensor."""
+    """Returns function(x) for a fake tensor x, and the storages saved for backward."""
     saved: Storages = {}
     with counting(lambda tensor: saved.update(storages_of([tensor])), hold=False):
         return function(x), saved
@@ -138,7 +142,7 @@ def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:
 
 @contextmanager
 def on_fakes() -> Iterator[FakeTensorMode]:
-    """Inside, functions run on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
+    """Runs functions on fake tensors inside: no arithmetic, memory or random numbers, and no statistics are changed."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), caching_nothing():
         yield mode
 
@@ -184,7 +188,7 @@ def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
         joined = [
             [*parts[:i], Part(parts[i].start, parts[i + 1].stop, True), *parts[i + 2 :]] for i in range(len(parts) - 1)
         ]
-        # the shortest of the pairs that save most: even segments peak lowest
+        # of the pairs that save most, the shortest: even segments have the lowest peak
         parts = min(joined, key=lambda some: (_saved(some, measured), max(part.stop - part.start for part in some)))
     return parts
 
@@ -193,7 +197,7 @@ def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
 
 
 def run(functions: nn.Sequential | Sequence[Callable], parts: list[Part], input, **options):
-    """Runs the layers in order, in the parts that `split` gave; options are those of `checkpoint`."""
+    """Runs the layers in order, in parts returned by `split`. options: those of `checkpoint`."""
     _, layers = _named(functions)
     for part in parts:
         chain = _chain(layers[part.start : part.stop])
@@ -220,11 +224,11 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     **options,
 ):
-    """Runs a list of layers in segments whose insides are recomputed in backward.
+    """Runs a list of layers in segments, each an activation checkpoint, as ``torch.utils.checkpoint.checkpoint_sequential``.
 
-    Like ``torch.utils.checkpoint.checkpoint_sequential``, but `segments` may also be a strategy, as in `split`. `split`
-    chooses anew at every call; `ckptkern.nn.Sequential` remembers the choice. options: those of `checkpoint`, such as
-    preserve_rng_state. Raises ValueError as `split` and `checkpoint` do.
+    segments: a number, "sqrt", "every 2", a bound in bytes such as "2GiB", a name pattern, or a callable (name, layer) -> bool.
+    `ckptkern.nn.Sequential` chooses once, this function at every call.
+    options: those of `checkpoint`. Raises ValueError for segments that do not fit the layers.
     """
     if unknown := options.keys() - OPTIONS:
         raise ValueError(f"Unexpected keyword arguments: {','.join(sorted(unknown))}")

@@ -1,8 +1,7 @@
-"""Runs a function in slices of its tensors, each an activation checkpoint of its own: `in_slices`.
+"""Runs a function in slices of its tensors, each an activation checkpoint: `in_slices`.
 
-Random state, precision, hooks and errors are those of `checkpoint`. What is added here: results are written slice by slice into
-whole tensors, and so is the gradient of an input in backward; gradients of 16-bit tensors that all slices read are summed over
-them in float32 (csrc/gradient_sums.h).
+Random state, precision, hooks and errors are those of `checkpoint`. Results, and gradients of inputs, are written slice by
+slice into whole tensors; gradients of 16-bit tensors that all slices read are summed in float32 (csrc/gradient_sums.h).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ..state import GradientSums
 from .axes import Axis
 from .checkpoint import checkpoint
 
-Place = tuple[int, int]  # of a slice: its first entry, and how many
+Place = tuple[int, int]  # a slice's first entry, and the number of its entries
 
 
 class _Gradient:
-    """Holds the gradient of an input that slices read along an axis, of each backward pass."""
+    """The gradient, in each backward pass, of an input that slices read along an axis."""
 
     def __init__(self, x: Tensor, axis: Axis):
         self.shape, self.axis = x.shape, axis
@@ -35,7 +34,7 @@ class _Gradient:
 
 
 class _Read(torch.autograd.Function):
-    """Returns a placeholder of inputs, whose backward runs after those of all slices."""
+    """Returns a placeholder for inputs; its backward runs after the backward of all slices."""
 
     @staticmethod
     def forward(ctx, gradients, *inputs):
@@ -45,11 +44,11 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         task = torch._C._current_graph_task_id()
-        return None, *(one.wholes.pop(task, None) for one in ctx.gradients)
+        return None, *(gradient.wholes.pop(task, None) for gradient in ctx.gradients)
 
 
 class _Slice(torch.autograd.Function):
-    """Returns a slice of each input, whose gradients go to their places as soon as they are there."""
+    """Returns a slice of each input; backward writes the slices' gradients to their places at once."""
 
     @staticmethod
     def forward(ctx, placeholder, gradients, place, *parts):
@@ -72,7 +71,7 @@ def _write(wholes: Sequence[Tensor], axes: Sequence[Axis], place: Place, parts: 
 
 
 class _Written(torch.autograd.Function):
-    """Writes the results of a slice to their places and returns placeholders of them, which take no memory."""
+    """Writes the results of a slice to their places and returns placeholders, which take no memory."""
 
     @staticmethod
     def forward(ctx, wholes, axes, place, *parts):
@@ -80,29 +79,29 @@ class _Written(torch.autograd.Function):
         ctx.axes = axes
         _write(wholes, axes, place, parts)
         slices = (axis.slice(whole, *place) for axis, whole in zip(axes, wholes, strict=True))
-        return tuple(one.new_zeros(()).expand(one.shape) for one in slices)
+        return tuple(part.new_zeros(()).expand(part.shape) for part in slices)
 
     @staticmethod
     def backward(ctx, *grads):
-        parts = (one if one is None else axis.flat(one) for axis, one in zip(ctx.axes, grads, strict=True))
+        parts = (grad if grad is None else axis.flat(grad) for axis, grad in zip(ctx.axes, grads, strict=True))
         return None, None, None, *parts
 
 
 class _Joined(torch.autograd.Function):
-    """Returns the results, for the placeholders of slices at these places. trained: numbers of results that have gradients.
-    sums: lives as long as the graph."""
+    """Returns the whole results for the placeholders of slices. trained: indices of results with gradients. sums: must live as
+    long as the graph."""
 
     @staticmethod
     def forward(ctx, wholes, axes, places, trained, sums, *placeholders):
         ctx.set_materialize_grads(False)
         ctx.axes, ctx.places, ctx.sums = axes, places, sums
-        ctx.mark_non_differentiable(*(one for i, one in enumerate(wholes) if i not in trained))
+        ctx.mark_non_differentiable(*(whole for i, whole in enumerate(wholes) if i not in trained))
         return tuple(wholes)
 
     @staticmethod
     def backward(ctx, *grads):
         pairs = [*zip(ctx.axes, grads, strict=True)]
-        slices = (None if one is None else axis.slice(one, *place) for place in ctx.places for axis, one in pairs)
+        slices = (None if grad is None else axis.slice(grad, *place) for place in ctx.places for axis, grad in pairs)
         return None, None, None, None, None, *slices
 
 
@@ -116,11 +115,11 @@ def in_slices(
     new: Callable[[int, Tensor], Tensor],
     **options: Any,
 ) -> Sequence[Tensor]:
-    """Returns the results of a function that runs for `length` of n independent entries at a time.
+    """Returns the results of a function that runs on `length` of n independent entries at a time.
 
-    function_for: returns the function of so many entries. It takes a slice of each input (`Axis.slice`), or all of an input
-    without an axis. axes: of its results. results_of: returns these for what it returned of so many entries. new: returns a
-    tensor for all of a result, for its place and a slice. options: of `checkpoint`. Saved for backward: the inputs.
+    function_for(count): returns the function for `count` entries, which takes a slice of each input (`Axis.slice`), or the
+    whole input if its axis is None. axes: those of the results. results_of(returned, count): returns the results. new(i, part):
+    returns a tensor for the whole result i. options: those of `checkpoint`. Saved for backward: the inputs.
     """
     sums, trained = GradientSums(), set[int]()
     wholes, places, placeholders = list[Tensor](), list[Place](), list[Tensor]()
@@ -139,16 +138,16 @@ def in_slices(
             for i, part in zip(gradients, _Slice.apply(read, own, place, *(parts[i] for i in gradients)), strict=True):
                 parts[i] = part
             del part
-        made = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
+        results = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
         del parts
-        wholes = wholes or [new(i, one.detach()) for i, one in enumerate(made)]
-        if with_graph := {i for i, one in enumerate(made) if one.requires_grad}:
+        wholes = wholes or [new(i, result.detach()) for i, result in enumerate(results)]
+        if with_graph := {i for i, result in enumerate(results) if result.requires_grad}:
             trained |= with_graph
-            written = _Written.apply(wholes, axes, place, *made)
+            written = _Written.apply(wholes, axes, place, *results)
             sums.redirect(written[min(with_graph)])
             places.append(place)
             placeholders += written
         else:
-            _write(wholes, axes, place, made)
-        del made
+            _write(wholes, axes, place, results)
+        del results
     return _Joined.apply(wholes, axes, places, trained, sums, *placeholders) if placeholders else wholes

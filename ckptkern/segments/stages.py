@@ -1,8 +1,7 @@
-"""Cuts a recorded forward into stages: as much of it as is independent along one axis runs in slices of that axis.
+"""Cuts a recorded forward into stages, each of which is independent along one axis and runs in slices of it.
 
-The graph is walked from its end backwards. What is needed last becomes the result of a stage; of all its axes the one is taken
-along which most of what leads to it can be cut (`axes.followed`), less what has to be handed to it. Cheap operators may be part
-of several stages, matmuls of one.
+The graph is walked from its end backwards. The last needed value becomes the result of a stage, which is cut along the axis
+that lets most of the preceding operators join (`axes.followed`). Cheap operators may be in several stages, matmuls in one.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from torch import fx, nn
 
 from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
 
-WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward, of which backward needs nothing
-FLOOR = 32  # rows of a matmul: the shortest slice that is chosen, because shorter ones cost more than they save
-ASSUMED = 12  # times what it returns: what a fused MLP takes, of which the graph shows no inside
-SCORES = 4  # of attention, and what is computed of them: what is there at once
-SMALL = 16  # a workspace holds as many of what is computed again for each stage that reads it
-JOINED = 8  # more results of a stage that are tried
-LAUNCHED = 2**16  # operators of a stage's slices at most, which bounds their time: of a loop over tokens, fewer slices
-MOST = 64  # values between stages, beyond which nothing is cut
+WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward; backward needs none of their results
+FLOOR = 32  # rows of a matmul in the shortest slice: shorter slices cost more than they save
+ASSUMED = 12  # a fused MLP's memory in sizes of its result: the graph does not show its inside
+SCORES = 4  # tensors like attention's scores that are alive at once
+SMALL = 16  # values up to 1/16 of the workspace are recomputed for each stage that reads them
+JOINED = 8  # further results that a stage tries to take
+LAUNCHED = 2**16  # the most operators in all slices of a stage, which bounds their time, as of a loop over tokens
+MOST = 64  # nothing is cut with more values between stages
 
 
 class Uncut(Exception):
-    """Says why a forward is not run in parts."""
+    """Raised, with the reason, if a forward cannot run in parts."""
 
 
-Form = tuple[list[Any], Any]  # of a value: its leaves, with places of tensors in a list, and how they lie in it
+Form = tuple[list[Any], Any]  # a value without its tensors: its leaves, with positions for tensors, and its TreeSpec
 
 
 @dataclass
 class Call:
-    """Describes a call that is one operator. path: of the module, None for a function, which is `run`. arguments, result: their
-    forms, with places of tensors in what the operator takes and returns."""
+    """A call that is one operator. path: the module's, None for the function `run`. arguments, result: their forms, with
+    positions of tensors among the operator's arguments and results."""
 
     path: str | None
     arguments: Form
@@ -49,11 +48,11 @@ class Call:
 
 @dataclass
 class Stage:
-    """Describes what runs in slices along one axis of n entries, or, without axes, all at once.
+    """Operators that run in slices along one axis of n entries, or at once if there are no axes.
 
-    nodes: in their order, with how each is cut; axes: where the entries are in their results. inputs: values from elsewhere,
-    with the axes along which slices read them, None for whole. bases: what is saved, of which `before` computes the inputs.
-    results: what later stages read. calls: nodes that call a module or a function. last: what a node is the last to read.
+    nodes: operators in order, with their cuts. axes: those of their results. inputs: values from other stages, with the axes
+    along which slices read them, None for whole. bases: the saved values, from which `before` computes the inputs. results:
+    values that later stages read. calls: nodes that call a module or a function. last: values that a node is the last to read.
     """
 
     n: int = 1
@@ -66,20 +65,20 @@ class Stage:
     calls: dict[fx.Node, Call] = field(default_factory=dict)
     last: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     length: int = 1  # entries of a slice
-    # of a slice that does not fit: its inputs, stages and results
+    # inputs, stages and results of a slice that does not fit the workspace
     inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
 
     @property
     def cost(self) -> int:
-        """Bytes of what its nodes compute."""
+        """Returns the bytes of the nodes' results."""
         return sum(map(bytes_of, self.nodes))
 
     def __str__(self) -> str:
-        found = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
-        named = [name for name in found if name in GEMMS or "attention" in name]
+        counts = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
+        named = [name for name in counts if name in GEMMS or "attention" in name]
         called = dict.fromkeys(call.path or call.run.__name__ for call in self.calls.values())
-        shown = [f"{name} x{found[name]}" if found[name] > 1 else name for name in named] + [*called]
-        return ", ".join(shown or list(found)[:2]) + (f" by {self.n}" if self.axes else "")
+        shown = [f"{name} x{counts[name]}" if counts[name] > 1 else name for name in named] + [*called]
+        return ", ".join(shown or list(counts)[:2]) + (f" by {self.n}" if self.axes else "")
 
 
 def is_list(node: fx.Node) -> bool:
@@ -88,11 +87,11 @@ def is_list(node: fx.Node) -> bool:
 
 def size_of(node: fx.Node) -> int:
     value = node.meta["val"]
-    return sum(one.numel() * one.dtype.itemsize for one in (value if is_list(node) else [value]))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in (value if is_list(node) else [value]))
 
 
 def may_be_trained(node: fx.Node) -> bool:
-    """Returns whether it is computed of a parameter, or of a floating-point argument."""
+    """Returns whether the node depends on a parameter or a floating-point argument."""
     if "trained" not in node.meta:
         value = node.meta.get("val")
         of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
@@ -102,7 +101,7 @@ def may_be_trained(node: fx.Node) -> bool:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Returns the bytes that a node's result takes beside its input's."""
+    """Returns the bytes that a node allocates."""
     value = node.meta.get("val")
     if name_of(node) in VIEWS or name_of(node) in WRITING or value is None:
         return 0
@@ -118,38 +117,38 @@ class Planner:
     """Cuts a graph into stages, from its end backwards."""
 
     def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0, times: int = 1):
-        """times: that the graph runs."""
+        """Reads the graph, which runs `times` times."""
         self.calls, self.workspace, self.slices, self.times = calls, workspace, slices, times
         self.placed: set[fx.Node] = set()  # nodes of later stages
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-        # parameters, and what is computed of these alone if it is no larger: the bytes of these
+        # parameters, and values computed from parameters only and no larger than these -> the parameters' bytes
         self.fixed = {node: size_of(node) for node in graph.nodes if node.op == "get_attr"}
         self.ancestors: dict[fx.Node, int] = {}
         for node, i in self.order.items():
             inputs = tensors_of(node)
-            if node.op == "call_function" and all(one in self.fixed for one in inputs):
-                size = sum(self.fixed[one] for one in inputs)
+            if node.op == "call_function" and all(source in self.fixed for source in inputs):
+                size = sum(self.fixed[source] for source in inputs)
                 if size_of(node) <= max(size, workspace // SMALL):
                     self.fixed[node] = size
-            self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[one] for one in inputs), 1 << i)
+            self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[source] for source in inputs), 1 << i)
         self.output = next(node for node in graph.nodes if node.op == "output")
 
     def is_there(self, node: fx.Node) -> bool:
-        """Returns whether it is given, or computed of parameters alone."""
+        """Returns whether the node is an input, or computed from parameters only."""
         return node in self.given or node in self.fixed
 
     def plan(self) -> list[Stage]:
-        needed = {one for one in self.output.all_input_nodes if one not in self.given}
+        needed = {node for node in self.output.all_input_nodes if node not in self.given}
         stages: list[Stage] = []
         while needed:
             if len(needed) > MOST or len(stages) > MOST:
-                raise Uncut("too much stands between its parts")
+                raise Uncut("its parts exchange too many values")
             stage = self.stage_before(needed)
             stages.append(stage)
             self.placed.update(stage.nodes)
             needed.difference_update(stage.results)
-            needed.update(one for one in stage.bases if not self.is_there(one))
+            needed.update(base for base in stage.bases if not self.is_there(base))
         return stages[::-1]
 
     def stage_before(self, needed: set[fx.Node]) -> Stage:
@@ -161,58 +160,60 @@ class Planner:
         others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
         best = max(stages, key=lambda stage: (stage.cost, stage.n))
         best = functools.reduce(self.joined, others, best)
-        best.results = [one for one in needed if one in best.nodes]
+        best.results = [node for node in needed if node in best.nodes]
         return self.finished(best)
 
     def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
-        """Returns a stage of an operator that runs as it is, or of a call with all of its results."""
+        """Returns a stage with one operator that is not cut, or with a call and all its results."""
         call = self.call_of(last)
-        results = [one for one in needed if one is last or (call and self.call_of(one) is call)]
+        results = [node for node in needed if node is last or (call and self.call_of(node) is call)]
         nodes = dict.fromkeys((call or last, *results))
-        stage = Stage(nodes={node: Cut([(one, None) for one in tensors_of(node)]) for node in nodes}, results=results)
-        stage.inputs = {one: {None} for node in nodes for one in tensors_of(node) if one not in nodes}
+        stage = Stage(
+            nodes={node: Cut([(source, None) for source in tensors_of(node)]) for node in nodes}, results=results
+        )
+        stage.inputs = {source: {None} for node in nodes for source in tensors_of(node) if source not in nodes}
         return self.finished(stage)
 
     def call_of(self, node: fx.Node) -> fx.Node | None:
-        """Returns the call whose result it is."""
+        """Returns the call that the node is a result of, or None."""
         source = node.args[0] if name_of(node) == "getitem" else node
         return source if name_of(source) == "part" else None
 
     def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
-        """Returns whether it, with the other views that a stage reads, shows all of its source, or of what is there."""
+        """Returns whether the views that a stage reads cover all of the view's source, or the source is an input."""
         if name_of(view) == "getitem" and not name_of(view.args[0]).startswith(("split", "unbind")):
             return False
         (source,) = tensors_of(view)
         return self.base_of(source) in self.given or max(size_of(view), shown[source]) >= size_of(source)
 
     def base_of(self, node: fx.Node) -> fx.Node:
-        """Returns what a view shows, through all views; else the node itself."""
+        """Returns the base of a view, through all views; else the node itself."""
         while name_of(node) in VIEWS:
             node = node.args[0]
         return node
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
-        """Returns the stage with another result, if that shares work with it."""
-        roots = {one: stage.axes[one] for one in stage.results}
-        if other in stage.nodes:  # and what is computed of it nobody else needs
+        """Returns the stage with another result if the two share work, else the stage."""
+        roots = {node: stage.axes[node] for node in stage.results}
+        if other in stage.nodes:  # no other stage needs values computed from it
             return self.grown({**roots, other: stage.axes[other]}, stage.n) or stage
         if other in stage.inputs:
             return stage
-        mask = sum(1 << self.order[one] for one in (other, *stage.results))
+        mask = sum(1 << self.order[node] for node in (other, *stage.results))
         wider = []
         for axis, n in axes_of(other):
             if n != stage.n:
                 continue
             grown, alone = self.grown({**roots, other: axis}, n), self.grown({other: axis}, n)
-            if grown is None or alone is None or any(self.ancestors[one] & mask for one in grown.inputs):
+            if grown is None or alone is None or any(self.ancestors[source] & mask for source in grown.inputs):
                 continue
-            common = any(axes & stage.inputs.get(one, set()) for one, axes in alone.inputs.items())
+            common = any(axes & stage.inputs.get(source, set()) for source, axes in alone.inputs.items())
             if common or grown.cost < stage.cost + alone.cost:
                 wider.append(grown)
         return max(wider, key=lambda stage: stage.cost, default=stage)
 
     def grown(self, roots: dict[fx.Node, Axis], n: int) -> Stage | None:
-        """Returns the stage of these results, cut along these axes; None if one of them cannot be."""
+        """Returns the stage with these results, cut along these axes; None if a result cannot be cut so."""
         stage = Stage(n=n, results=list(roots))
         wanted: dict[fx.Node, set[Axis | None]] = {node: {axis} for node, axis in roots.items()}
         heap = [(-self.order[node], node) for node in wanted]
@@ -228,31 +229,31 @@ class Planner:
                 if node not in roots and not all(user in stage.nodes or user in self.placed for user in node.users):
                     shared.add(node)
                 if node in shared and name_of(node) in GEMMS and node not in roots:
-                    cut = None  # it would be computed twice
+                    cut = None  # the matmul would be computed twice
             if cut is None:
                 items = [user for user in node.users if user in stage.nodes] if is_list(node) else [node]
                 if not roots.keys().isdisjoint(items):
                     return None
-                for one in items:
-                    stage.inputs[one] = {stage.axes[one]} if stage.nodes.pop(one, None) else axes
+                for source in items:
+                    stage.inputs[source] = {stage.axes[source]} if stage.nodes.pop(source, None) else axes
                 continue
             stage.nodes[node], stage.axes[node] = cut, axis
-            for one, of in cut.inputs:
-                if one not in wanted:
-                    heapq.heappush(heap, (-self.order[one], one))
-                wanted.setdefault(one, set()).add(of)
+            for source, along in cut.inputs:
+                if source not in wanted:
+                    heapq.heappush(heap, (-self.order[source], source))
+                wanted.setdefault(source, set()).add(along)
                 if node in shared:
-                    shared.add(one)
+                    shared.add(source)
         self.pruned(stage)
         return stage
 
     def pruned(self, stage: Stage) -> None:
-        """Leaves to the stage before what makes little of much that nothing else here reads."""
+        """Leaves views that show only a small part of a base to an earlier stage, if nothing else here reads the base."""
         views: dict[fx.Node, list[fx.Node]] = {}
         for node in stage.nodes:
             if name_of(node) in VIEWS:
                 views.setdefault(self.base_of(node), []).append(node)
-        for base in [one for one in stage.inputs if not self.is_there(one)]:
+        for base in [source for source in stage.inputs if not self.is_there(source)]:
             shown = views.get(base, [])
             ends = [
                 node
@@ -267,7 +268,7 @@ class Planner:
                 stage.inputs.update((node, {stage.axes[node]}) for node in ends)
 
     def finished(self, stage: Stage) -> Stage:
-        """Orders its nodes, and finds what is computed before it of what is there."""
+        """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices."""
         stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
         before: set[fx.Node] = set()
         bases: set[fx.Node] = set()
@@ -293,10 +294,10 @@ class Planner:
         stage.before = sorted(before, key=self.order.__getitem__)
         stage.bases = sorted(bases, key=self.order.__getitem__)
         stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
-        readers = {one: node for node in stage.nodes for one in tensors_of(node) if one in stage.nodes}
-        for one, node in readers.items():
-            if one not in stage.results:
-                stage.last.setdefault(node, []).append(one)
+        readers = {source: node for node in stage.nodes for source in tensors_of(node) if source in stage.nodes}
+        for source, node in readers.items():
+            if source not in stage.results:
+                stage.last.setdefault(node, []).append(source)
         if stage.axes:
             rows = [
                 shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")

@@ -1,7 +1,4 @@
-"""Token-wise functions in chunks of tokens: `tiled`.
-
-Every chunk is a checkpoint of its own (`slices.in_slices`).
-"""
+"""Token-wise functions in chunks of tokens, each an activation checkpoint (`slices.in_slices`): `tiled`."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 from .slices import in_slices
 
-FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
-ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
+FLOOR = 128  # tokens of the shortest default chunk: shorter matmuls cost more than they save
+ASSUMED = 32  # a token's transients in sizes of its input, under torch.compile, where nothing is measured
 _NOT_FAKEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -52,37 +49,21 @@ def tiled(
     preserve_rng_state: bool = True,
     check: bool = False,
 ) -> Tensor:
-    """fn(x) for a token-wise function or module, forward and backward in chunks of tokens; backward recomputes each chunk.
+    """Computes fn(x), for a token-wise function or module, in chunks of tokens that backward recomputes one by one.
 
-    Token-wise: what fn returns for a token depends on this token alone, as in an MLP, a norm, an LM head or an adapter, and
-    not in attention or batch_norm. x [..., tokens, features]; fn(x[..., some tokens, features]) returns a tensor with as many
-    entries in the same dimension, counted from the front. dim: which dimension of x the tokens are in.
+    fn is token-wise if its output for a token depends on this token only, as in an MLP, a norm, an LM head or an adapter. x
+    [..., tokens, features]; fn returns a tensor with the same tokens in the same dimension.
+    chunks: the number of chunks. By default as few as keep a chunk's transients within `workspace` (bytes, or "64MiB"), of at
+    least 128 tokens; fn is measured on fake tensors. dim: the dimension of tokens. preserve_rng_state: as in `checkpoint`.
+    check: raises ValueError if fn is not token-wise, which takes a few more runs.
 
-    chunks: into how many parts of equal length the tokens are split (`torch.chunk`). By default as few as keep a chunk's
-    transients within `workspace`, bytes or a string such as "64MiB" (default: of the device, as for all ops), with at least
-    128 tokens each. A token's transients count as twice what fn saves and returns for it: fn runs on fake tensors once for
-    each module, shape and dtype to find out, and at every call if it is no module.
+    Saved for backward: x, and 2.5 KiB of state for each chunk. Gradients of all tensors that fn uses are summed over chunks in
+    float32 (16-bit parameters: 10 bytes an element) and arrive once, so DistributedDataParallel's hooks and fully_shard(fn) run
+    once a pass; hooks of inner modules run for each chunk. Under torch.compile chunks are torch's checkpoints, with 32 times
+    the input as transients.
 
-    Saved for backward: x, and random and precision state of each chunk (2.5 KiB). At the peak of backward stand x, dx, dy, one
-    chunk's transients, and of fn's parameters the gradients of all chunks so far and of this one. The gradient of each tensor
-    that fn uses, parameter or not, is summed over the chunks in float32 and arrives once: its hooks run once a pass, as do
-    DistributedDataParallel's, and `main_grad` gets it as from fn(x). While a 16-bit parameter's gradients are summed, they
-    take 10 bytes an element.
-
-    A module's own hooks run once, with all tokens, so fully_shard(fn) gathers once a pass. Hooks of modules inside it run for
-    each chunk. Autocast casts a weight for each chunk, to sum its gradients in float32.
-
-    preserve_rng_state: as in `checkpoint`; every chunk samples its own random numbers and draws them again in backward.
-    check: runs fn on x a few more times and raises ValueError if it is not token-wise. Of random output it sees only which
-    tokens it depends on.
-
-    In torch.func's transforms and forward-mode AD fn(x) runs as it is. Under torch.compile chunks are torch.utils.checkpoint's,
-    and a token's transients are taken as 32 times its input, since nothing can be measured; 16-bit gradients of a module's
-    parameters are summed in float32, of other tensors in their dtype.
-
-    Raises TypeError for what is not a Tensor, ValueError for a bad `chunks`, `dim` or `workspace` or both of the first and the
-    last, ShapeError if fn returns another number of tokens, RuntimeError if fn cannot be measured and if a module inside fn
-    is sharded by itself.
+    Raises ShapeError if fn returns another number of tokens, RuntimeError if fn cannot be measured or contains a module
+    that is sharded by itself.
     """
     if not callable(fn):
         raise TypeError(f"tiled: fn must be a function or module of one tensor, not {type(fn).__name__}")
@@ -93,7 +74,7 @@ def tiled(
     if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
         raise ValueError(f"tiled: chunks must be a positive int or None, not {chunks!r}")
     if chunks is not None and workspace is not None:
-        raise ValueError("tiled: chunks and workspace both say how long a chunk is: give one of them")
+        raise ValueError("tiled: chunks and workspace both set a chunk's length: pass only one")
     if isinstance(fn, nn.parallel.DistributedDataParallel):
         raise ValueError("tiled: fn is wrapped in DistributedDataParallel: wrap the model that calls tiled instead")
     bound = choose_workspace("tiled", workspace, x)
@@ -108,7 +89,8 @@ def tiled(
 
 
 def _is_transformed() -> bool:
-    """In torch.func's transforms, which take no hooks on saved tensors, and forward-mode AD: nothing is recomputed there."""
+    """Returns whether nothing can be recomputed: in torch.func's transforms, which allow no saved-tensor hooks, and forward
+    AD."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -117,7 +99,7 @@ def _name(fn: Callable) -> str:
 
 
 def _with_hooks(module: nn.Module, x: Tensor, run: Callable[[Callable, Tensor], Tensor]) -> Tensor:
-    """module(x), its forward replaced by run(forward, x) for this call: the module's own hooks run once."""
+    """Computes module(x) with its forward replaced by run(forward, x), so that the module's own hooks run once."""
     forward, own = module.forward, module.__dict__.get("forward")
 
     def restore() -> None:
@@ -127,7 +109,7 @@ def _with_hooks(module: nn.Module, x: Tensor, run: Callable[[Callable, Tensor], 
             module.__dict__["forward"] = own
 
     def whole(x: Tensor) -> Tensor:
-        restore()  # a forward that calls itself finds itself
+        restore()  # forward may call the module itself
         return run(forward, x)
 
     module.__dict__["forward"] = whole
@@ -144,8 +126,8 @@ _measured: weakref.WeakKeyDictionary[nn.Module, dict[tuple, int]] = weakref.Weak
 
 
 def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
-    """Tokens of a chunk: of a part of `chunks`, or of the fewest whose transients stay within the workspace. Those of a token,
-    beside x, dx, y and dy, count as twice the bytes that fn saves and returns for it, with and without a gradient."""
+    """Returns the tokens of a chunk: by `chunks`, or as many as fit the workspace. A token's transients beside x, dx, y and dy
+    count as twice the bytes that fn saves and returns for it."""
     tokens = x.shape[dim]
     if chunks is not None or tokens <= FLOOR:
         return max(1, -(-tokens // (chunks or 1)))
@@ -165,8 +147,8 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
                     sizes.append(sum((saved | returned).values()))
         except _NOT_FAKEABLE as error:
             raise RuntimeError(
-                f"tiled: {_name(fn)} does not run on fake tensors, which would show how many of its tokens fit the "
-                f"workspace: give chunks. The error was {type(error).__name__}: {error}"
+                f"tiled: {_name(fn)} does not run on fake tensors, so the tokens that fit the workspace cannot be "
+                f"measured: pass chunks. The error was {type(error).__name__}: {error}"
             ) from error
         known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
     return even(tokens, max(FLOOR, workspace // max(known[key], 1)))
@@ -174,7 +156,7 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
 
 @contextlib.contextmanager
 def _no_cast_cache() -> Iterator[None]:
-    """Autocast casts anew: chunks that share one cast of a weight would sum its gradients in the cast's dtype."""
+    """Disables autocast's cache inside: chunks that share a cast of a weight would sum its gradients in the cast's dtype."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -187,12 +169,12 @@ def _no_cast_cache() -> Iterator[None]:
 
 
 def _returned(fn: Callable, dim: int, result: Any, length: int) -> tuple[Tensor]:
-    """Returns what fn made of so many tokens, as a tuple. Raises TypeError or ShapeError if it is not a tensor of as many."""
+    """Returns fn's result as a tuple. Raises TypeError or ShapeError if it is not a tensor of `length` tokens."""
     if not isinstance(result, Tensor):
         raise TypeError(f"tiled: {_name(fn)} must return a tensor, but returned a {type(result).__name__}")
     if result.dim() <= dim or result.shape[dim] != length:
         raise ShapeError(
-            f"tiled: {_name(fn)} got {length} tokens and returned shape {tuple(result.shape)}, which should have as many in "
+            f"tiled: {_name(fn)} got {length} tokens but returned shape {tuple(result.shape)}, which must have as many in "
             f"dimension {dim}"
         )
     return (result,)
@@ -208,7 +190,7 @@ def run_in_chunks(
     preserve_rng_state: bool = False,
     check: bool = False,
 ) -> Tensor:
-    """`tiled`, of which forward is run: fn, or its own forward, inside a call of fn. dim: counted from the front."""
+    """Implements `tiled`. forward: fn, or the module's own forward inside a call of fn. dim: not negative."""
     if _is_transformed():
         return forward(x)
     tokens, axis = x.shape[dim], Axis(dim)
@@ -217,7 +199,7 @@ def run_in_chunks(
         check_token_wise(fn, forward, x, dim, length)
     if parametrize._cache_enabled:
         for module, name in missing_weights(forward, (), {}):
-            getattr(module, name)  # outside of the chunks: one weight for all
+            getattr(module, name)  # computes the cached weight outside the chunks, once for all
     with _no_cast_cache() if tokens > length else contextlib.nullcontext(), _whole_modules(fn):
         (y,) = in_slices(
             lambda _: forward,
@@ -234,7 +216,7 @@ def run_in_chunks(
 
 @contextlib.contextmanager
 def _whole_modules(fn: Callable) -> Iterator[None]:
-    """Raises if a module that runs inside is sharded by itself: each chunk would gather it and reduce its gradients."""
+    """Raises RuntimeError if a module that runs inside is sharded by itself: each chunk would gather and reduce it."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
@@ -244,7 +226,7 @@ def _whole_modules(fn: Callable) -> Iterator[None]:
         if isinstance(module, FSDPModule):
             raise RuntimeError(
                 f"tiled: {type(module).__name__} inside {_name(fn)} is sharded by itself, so every chunk would gather its "
-                "parameters: give tiled the module that fully_shard got, or shard a module around the call"
+                "parameters: pass the sharded module itself to tiled, or shard a module around the call"
             )
 
     handle = register_module_forward_pre_hook(refuse)
@@ -255,7 +237,7 @@ def _whole_modules(fn: Callable) -> Iterator[None]:
 
 
 def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int, preserve_rng_state: bool) -> Tensor:
-    """What Dynamo traces."""
+    """Computes `tiled` in a form that Dynamo traces."""
     tokens = x.shape[dim]
     transients = ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize
     length = even(tokens, -(-tokens // chunks) if chunks else max(FLOOR, workspace // max(transients, 1)))
@@ -276,14 +258,14 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
 # -- check ------------------------------------------------------------------------------------------------------------
 
 
-NEAR, NEAR_16_BIT = 1e-4, 2e-2  # of the largest output: what rounding may differ by between a chunk and the whole
+NEAR, NEAR_16_BIT = 1e-4, 2e-2  # allowed difference of a chunk from the whole, relative to the largest output
 
 
 @torch.no_grad()
 @caching_nothing()
 def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
-    """Raises ValueError or ShapeError if a token's output depends on other tokens, or on where it is. length: tokens of a
-    chunk, of which there are two at least."""
+    """Raises ValueError or ShapeError if a token's output depends on other tokens or on its position. length: tokens of a
+    chunk."""
     if x.shape[dim] < 2:
         return
     length = min(length, -(-x.shape[dim] // 2))
@@ -309,14 +291,14 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
 
 
 def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
-    """Some tokens become NaN: no other token's output may."""
+    """Raises ValueError if NaN in some tokens spreads to the output of others."""
     places = torch.arange(x.shape[dim], device=x.device)
     inner = dict(fn.named_modules() if isinstance(fn, nn.Module) else ())
     inner.pop("", None)
     poisoned, bad = places < 0, list[str]()
 
     def spread(value: Any) -> Tensor | None:
-        """Which tokens that should not be are NaN; None if the value has no tokens."""
+        """Returns a mask of tokens that became NaN; None if the value has no tokens."""
         if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(places):
             return None
         return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
@@ -332,16 +314,16 @@ def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
         for poisoned in (places < length, places >= length, places % 2 == 0):
             bad.clear()
             at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
-            found = spread(forward(x.masked_fill(at, float("nan"))))
-            if found is not None and found.any():
+            affected = spread(forward(x.masked_fill(at, float("nan"))))
+            if affected is not None and affected.any():
                 raise ValueError(
                     f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
-                    f"{int(found.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
+                    f"{int(affected.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
                 )
 
 
 def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim: int, length: int) -> None:
-    """A chunk's output is its part of the whole output."""
+    """Raises ValueError or ShapeError if a chunk's output differs from its part of the whole output."""
     narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
     largest = whole.abs().amax().item() if whole.numel() else 0.0
     chunks = zip(x.split(length, dim), whole.split(length, dim), strict=True)
@@ -354,7 +336,7 @@ def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim:
         difference = (part.double() - expected.double()).abs().nan_to_num().amax().item() if part.numel() else 0.0
         if difference > (NEAR_16_BIT if narrow else NEAR) * largest:
             raise ValueError(
-                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: tokens {start} to {start + size - 1} alone give "
-                f"another output than among the others, by {difference:.3g} where the largest is {largest:.3g}. Does it read "
-                "a position, or the number of tokens?"
+                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: run alone, tokens {start} to {start + size - 1} "
+                f"give an output that differs by {difference:.3g} where the largest is {largest:.3g}. Does it read a position, "
+                "or the number of tokens?"
             )

@@ -1,12 +1,12 @@
 """Defines the state of a region: 16 bytes that replay its dropout, and the precision of its forward.
 
-`draw` takes int64[2] from torch's own generator. The op `keep_mask` turns it into a boolean mask, which depends only on
-this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,
-chunks, threads or backend. `Precision` is the snapshot that recompute re-enters.
+`draw` takes int64[2] from torch's own generator. The op `keep_mask` turns it into a boolean mask that depends only on this
+state, the probability and each element's place (plane, row, col) in the unsharded tensor, not on tiles, chunks, threads or
+backend. `Precision` is the snapshot that recompute re-enters.
 
-There are two implementations of what runs at every call: the C++ extension (csrc/), which `extension` finds or builds, and
-`portable`, in Python, with equal results. This package alone imports either. csrc/philox.h defines the mask's layout,
-csrc/precision.h the snapshot.
+What runs at every call has two implementations with equal results: the C++ extension (csrc/), which `extension` finds or
+builds, and `portable` in Python. Only this package imports them. csrc/philox.h defines the mask's layout, csrc/precision.h the
+snapshot.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ else:
     _C: Any = LOADED.module
 
     def asks_for_some() -> bool:
-        """Returns whether the running backward pass asks for some gradients alone."""
+        """Returns whether the running backward pass leaves gradients out."""
         return _C.asked() is not None
 
 
 GradientSums = _C.GradientSums
 Precision = _C.Precision
 SegmentState = _C.SegmentState
-# observe(tensors) -> what observes a call, an `Observed`, and which of the tensors need a gradient, above NEEDS bits
+# observe(tensors) -> flags of a call (`Observed`), and above NEEDS bits which of the tensors need a gradient
 observe = _C.observe
-# asked() -> a byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None: all
+# asked() -> for each edge of the running autograd node, whether this backward pass wants its gradient; None: all of them
 asked = _C.asked
-# layer_fits(x, weight, bias, in_features) -> are they surely a linear layer's, on x's device?
+# layer_fits(x, weight, bias, in_features) -> whether they certainly form a linear layer on x's device
 layer_fits = _C.layer_fits
 NEEDS, MOST_NEEDS = 16, 48
 SavedTensors, Placeholder, Recompute, unpack_saved = _C.SavedTensors, _C.Placeholder, _C.Recompute, _C.unpack_saved
@@ -53,7 +53,7 @@ class Observed(IntFlag):
     MODES = 2  # of torch dispatch
     PROFILER = 4
     SUBCLASS = 8  # a tensor is neither a Tensor nor a Parameter
-    WRAPPED = 16  # a tensor is that of a torch.func transform, which may have ended
+    WRAPPED = 16  # a tensor belongs to a torch.func transform, which may have ended
     HOOKS = 32  # default hooks on saved tensors
     BACKWARD = 64  # the call is part of a backward pass
     MAIN_GRAD = 256  # a tensor has a main_grad
@@ -73,12 +73,13 @@ def draw(like: Tensor) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         return torch.randint(-(2**63), 2**63 - 1, (2,), device=like.device)
-    # Each draw gets an argument of its own: without it, AOT's CSE merges two draws of a graph into one.
+    # A separate argument for each draw: otherwise AOT's CSE merges two draws of a graph into one.
     return _rng_state_op(torch.empty(0, device=like.device))
 
 
 def threshold_scale(p: float) -> tuple[int, float]:
-    """(t, scale): P(drop) = t / 65536, t = round(65536 p), and scale = 65536 / (65536 - t), or 0.0 if all is dropped."""
+    """Returns (t, scale): P(drop) = t / 65536 with t = round(65536 p), and scale = 65536 / (65536 - t), or 0.0 if all is
+    dropped."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must lie in [0, 1] but is {p}")
     threshold = round(65536 * p)
@@ -98,11 +99,11 @@ def _keep_mask_fake(state: Tensor, threshold: int, planes: int, rows: int, cols:
 @torch.library.register_vmap("ckptkern::keep_mask")
 def _keep_mask_vmap(info, in_dims, state: Tensor, *arguments: int) -> tuple[Tensor, int]:
     states = state.movedim(in_dims[0], 0).unbind()
-    return torch.stack([_keep_mask_op(one, *arguments) for one in states]), 0
+    return torch.stack([_keep_mask_op(state, *arguments) for state in states]), 0
 
 
 _LOW = 0xFFFFFFFF
-AT_ONCE = 2**20  # elements of a mask that torch ops make at once, with 40 bytes each
+AT_ONCE = 2**20  # elements of a mask that torch ops compute at once, in 40 bytes each
 
 
 def _keep_mask_torch(
@@ -116,7 +117,8 @@ def _keep_mask_torch(
     col_base: int,
     total_rows: int,
 ) -> Tensor:
-    """csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering; some rows at a time."""
+    """Computes csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering, some rows at a
+    time."""
     if state.dtype != torch.int64 or state.shape != (2,):
         raise RuntimeError(
             f"keep_mask: state must be an int64 tensor of shape [2] but is {state.dtype} of shape {list(state.shape)}"

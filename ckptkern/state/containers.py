@@ -1,4 +1,4 @@
-"""Containers among a region's arguments, besides tuples, lists and dicts themselves."""
+"""Takes apart containers among a region's arguments other than tuples, lists and dicts, and puts them together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, Simp
 
 
 def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
-    """Returns (what a container holds, a function that makes another one like it of such a tuple); None if the value is no
-    container, or its class does not allow it."""
+    """Returns the contents of a container, and a function that makes a container like it from such a tuple. Returns None if
+    the value is not a container or its class does not allow it."""
     if isinstance(value, (tuple, set, frozenset)):
         kind = type(value)
         of_iterable = kind in (set, frozenset) or kind.__new__ is tuple.__new__ or hasattr(kind, "n_sequence_fields")
@@ -31,15 +31,15 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
         return None
 
     def filled(like: Any, held: tuple[Any, ...]) -> Any:
-        made = copy.copy(like)
-        for name, one in zip(names, held, strict=True):
-            put(made, name, one)
-        return made
+        copied = copy.copy(like)
+        for name, item in zip(names, held, strict=True):
+            put(copied, name, item)
+        return copied
 
     try:
         held = tuple(get(value, name) for name in names)
         empty = filled(value, (None,) * len(names))  # holds no tensor
         filled(empty, held)
-    except Exception:  # whatever a class's own methods raise: it is handed on as it is
+    except Exception:  # a class's own methods may raise anything; its object is then passed on unchanged
         return None
     return held, lambda held: filled(empty, held)

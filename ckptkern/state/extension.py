@@ -1,10 +1,10 @@
 """Finds the C++ extension `ckptkern._C`, or builds it: in the package, in the user's cache, or from csrc/ with ninja.
 
-It is built once for each torch, Python, compiler and source, in a folder that its owner alone may write: what others may write
-is not loaded. Without a compiler, ninja or such a folder Python does the same (`portable`), and a warning says so.
+It is built once for each torch, Python, compiler and source, in a folder that only its owner may write; files that others may
+write are not loaded. Without a compiler, ninja or such a folder, `portable` does the same in Python, and a warning says so.
 
-CKPTKERN_EXTENSION: "auto"; "cached", which builds nothing; "python", which takes no extension; "required", by which its absence
-is an ImportError. CKPTKERN_CACHE: the folder of the cache, by default ckptkern in the user's.
+CKPTKERN_EXTENSION: "auto"; "cached", which builds nothing; "python", which uses no extension; "required", which raises
+ImportError without one. CKPTKERN_CACHE: the cache folder, by default ckptkern in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ import torch
 
 VARIABLE, CHOICES = "CKPTKERN_EXTENSION", ("auto", "cached", "python", "required")
 NAME = "ckptkern._C"
-WAIT = 120.0  # seconds for another process, which builds
+WAIT = 120.0  # seconds to wait for another process that builds
 # -DNDEBUG, as Python's own flags have it: else checks of pybind11 abort where Python unwinds a thread. -g0: with debug
-# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is no link flag: the symbols then come from
-# the OpenMP runtime that torch ships, so that there is one thread pool and not two.
+# information the extension is 35 times as large. -fopenmp, for at::parallel_for, is only a compile flag: the symbols come from
+# the OpenMP runtime that torch ships, so that there is only one thread pool.
 FLAGS = ["-O3", "-g0", "-DNDEBUG", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]
 HERE = Path(__file__).resolve().parent
 
 
 def folder_of_sources() -> Path:
-    """Returns csrc, as a wheel or a checkout has it."""
+    """Returns the folder csrc of a wheel or a checkout."""
     return next(path for path in (HERE.parent / "csrc", HERE.parents[1] / "csrc") if path.is_dir())
 
 
-# in a process of its own, because torch's builder also loads what it has built
+# runs in another process, because torch's builder also loads what it builds
 BUILD = """
 import sys
 from torch.utils import cpp_extension
@@ -52,14 +52,14 @@ cpp_extension.load("_C", sys.argv[2:], extra_cflags={flags}, build_directory=sys
 
 
 class Loaded(NamedTuple):
-    """module: the extension, or None; why: where it is from, or why there is none."""
+    """The extension, or None. why: where it is from, or why there is none."""
 
     module: ModuleType | None
     why: str
 
 
 class Unavailable(Exception):
-    """Why there is no extension, and the remedy."""
+    """Raised with the reason why there is no extension, and the remedy."""
 
 
 def digest_of(*parts: bytes) -> str:
@@ -72,29 +72,29 @@ def compiler() -> Path | None:
 
 
 def cache() -> Path:
-    """Returns $CKPTKERN_CACHE, or ckptkern in the user's cache. Raises RuntimeError where there is no home."""
+    """Returns $CKPTKERN_CACHE, or ckptkern in the user's cache. Raises RuntimeError if there is no home."""
     folder = os.environ.get("CKPTKERN_CACHE")
     return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern")
 
 
 def folders() -> tuple[Path, list[Path]]:
-    """Returns (the folder in which it is built here, those in which it may be found, the first that fits best)."""
+    """Returns the folder to build in, and the folders to search, the best match first."""
     sources = sorted(folder_of_sources().iterdir())
     source = digest_of(
         repr(FLAGS).encode(), *(part for path in sources for part in (path.name.encode(), path.read_bytes()))
     )
     common = f"torch{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{source}"
-    found, by = compiler(), "none"
-    if found is not None:
-        status = found.stat()
-        by = digest_of(f"{found} {status.st_size} {status.st_mtime_ns}".encode())[:8]
+    compiler_path, by = compiler(), "none"
+    if compiler_path is not None:
+        status = compiler_path.stat()
+        by = digest_of(f"{compiler_path} {status.st_size} {status.st_mtime_ns}".encode())[:8]
     folder = cache() / "extension"
     own = folder / f"{common}-{by}"
-    return own, [own] if found is not None else sorted(folder.glob(f"{common}-*"))
+    return own, [own] if compiler_path is not None else sorted(folder.glob(f"{common}-*"))
 
 
 def is_private(path: Path) -> bool:
-    """Returns whether it is this user's, and no other may write it."""
+    """Returns whether the path belongs to this user, and nobody else may write it."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -111,7 +111,7 @@ def release(version: str) -> str:
 
 
 def of_package() -> Loaded | None:
-    """Loads the extension that a wheel for one torch has inside."""
+    """Loads the extension inside a wheel for one torch; None if the package has none."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     path = HERE.parent / f"_C{suffix}"
     if not path.exists():
@@ -120,7 +120,7 @@ def of_package() -> Loaded | None:
     if release(module.torch_version) != release(torch.__version__):
         raise ImportError(
             f"ckptkern: {path.name} was built for torch {module.torch_version}, and torch {torch.__version__} runs. Install "
-            "the wheel for this torch, or that for every machine: pip install --force-reinstall ckptkern"
+            "the wheel for this torch, or the wheel for every machine: pip install --force-reinstall ckptkern"
         )
     return Loaded(module, str(path))
 
@@ -137,7 +137,7 @@ def cached() -> Loaded | None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds there; the lock ends with its process."""
+    """Waits until no other process builds in the folder; the lock ends with its process."""
     import fcntl
 
     with open(folder / "lock", "w") as lock:
@@ -156,12 +156,12 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def built(again: bool = False) -> Path:
-    """Builds the extension, unless another process has built it meanwhile, and returns where it is. again: also if that failed
-    before."""
+    """Builds the extension, unless another process has built it meanwhile, and returns its path. again: tries again after a
+    failure."""
     if compiler() is None:
         raise Unavailable("there is no C++ compiler (c++ or g++, or $CXX)")
     path = os.environ.get("PATH", "")
-    if importlib.util.find_spec("ninja") is not None:  # of this Python, whose scripts may not be on PATH
+    if importlib.util.find_spec("ninja") is not None:  # this Python's scripts may not be on PATH
         import ninja
 
         path = os.pathsep.join([ninja.BIN_DIR, path])
@@ -193,7 +193,7 @@ def built(again: bool = False) -> Path:
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
                     failed.write_text(done.stdout + done.stderr)
-                    raise Unavailable(f"it does not build: {failed} says why")
+                    raise Unavailable(f"the build failed: {failed} says why")
                 os.replace(Path(work, "_C.so"), library)
             failed.unlink(missing_ok=True)
             print(f"ckptkern: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
@@ -209,15 +209,15 @@ def loaded() -> Loaded:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, but is {choice!r}")
     if choice == "python":
         return Loaded(None, f"{VARIABLE}=python")
-    found = of_package()
+    extension = of_package()
     try:
-        found = found or cached()
-        if found is None and choice == "cached":
-            return Loaded(None, f"none is built, and {VARIABLE}=cached builds none")
-        if found is None:
-            found = Loaded(imported(path := built()), str(path))
-        sys.modules[NAME] = found.module
-        return found
+        extension = extension or cached()
+        if extension is None and choice == "cached":
+            return Loaded(None, f"no extension is built, and {VARIABLE}=cached builds none")
+        if extension is None:
+            extension = Loaded(imported(path := built()), str(path))
+        sys.modules[NAME] = extension.module
+        return extension
     except (Unavailable, OSError, ImportError, RuntimeError) as error:  # RuntimeError: there is no home
         why = str(error)
     if choice == "required":

@@ -1,4 +1,5 @@
-"""What a region's modules and closure hold in forward, so that a recompute finds it, in Python; as csrc/module_state.h says."""
+"""Records the state of a region's modules and closure in forward, and restores it for a recompute: csrc/module_state.h in
+Python."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ from torch.utils.weak import TensorWeakRef
 SMALL = 64 * 1024  # bytes: what is copied, in case forward updates it
 FEW = 64  # items of a list or dict that are copied
 SCALARS = frozenset((type(None), bool, int, float, str))
-HOOKS = (  # what a module holds of its forward hooks and of how they are called
+HOOKS = (  # attributes with a module's forward hooks and how they are called
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )  # fmt: skip
 DICTS = frozenset((*HOOKS, "_modules"))
 TABLES = ("_parameters", "_buffers", "_modules")
 EXACT = (Tensor, nn.Parameter)
-ABSENT = object()  # what is not held
+ABSENT = object()  # marks a missing value
 _KEYS = _C.DispatchKey
 _OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
 
 
 def unseen(function: Callable) -> Callable:
-    """Runs a function so that neither subclasses nor modes of torch functions see it."""
+    """Wraps a function so that neither tensor subclasses nor torch function modes see it."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -42,12 +43,12 @@ def unseen(function: Callable) -> Callable:
 
 
 def is_of(value: Any, kind: type) -> bool:
-    """Returns whether it is of this class; a proxy says so of itself, too."""
+    """Returns whether the value's own type is of this class; isinstance would also accept a proxy."""
     return issubclass(type(value), kind)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Neither a subclass with operations of its own nor a tensor of a torch.func transform."""
+    """Returns whether x is neither a subclass with its own dispatch nor a tensor of a torch.func transform."""
     return x.layout is torch.strided and not any(map(_C._dispatch_keys(x).has, _OTHERS))
 
 
@@ -60,8 +61,8 @@ def memory_of(x: Tensor) -> tuple | None:
 
 
 def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
-    """Copies x, outside of the caller's modes, which shares memory with the other copies as x does with what they are of, if
-    its storage is small. copies: by what they are of, with that, so that nothing else gets its id."""
+    """Copies x outside of the caller's modes. Copies of tensors on one small storage share memory as the tensors do. copies:
+    the copies, by id, with their originals, so that the ids are not reused."""
     with torch.no_grad(), _C._DisableTorchDispatch():
         storage = x.untyped_storage()
         if storage.nbytes() > SMALL:
@@ -75,7 +76,7 @@ def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
 
 
 def item(space: Any, name: Any) -> Any:
-    """Returns what a dict, another mapping (of a ScriptModule) or a cell holds, or ABSENT."""
+    """Returns the item of a dict, of another mapping (a ScriptModule's) or of a cell, or ABSENT."""
     try:
         return space.cell_contents if type(space) is CellType else space[name]
     except (KeyError, ValueError):
@@ -92,7 +93,7 @@ def put(space: Any, name: Any, value: Any) -> None:
 
 
 def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
-    """Returns whether what is there may be exchanged for what was."""
+    """Returns whether the present value may be exchanged for the recorded one."""
     if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
     if any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)) or (of_parameters and now.shape != then.shape):
@@ -101,33 +102,36 @@ def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
 
 
 def are_scalars(values: Any) -> bool:
-    return len(values) <= FEW and all(type(one) in SCALARS for one in values)
+    return len(values) <= FEW and all(type(value) in SCALARS for value in values)
 
 
 def is_container(value: Any) -> bool:
-    """Returns whether it is a list or dict of few scalars, such as the scales of adapters, or that which forward fills."""
+    """Returns whether the value is a list or dict of few scalars, such as adapters' scales, or one that forward fills."""
     return are_scalars(value.values() if type(value) is dict else value) if type(value) in (list, dict) else False
 
 
 def is_saved(value: Any) -> bool:
-    """Returns whether an attribute of this value is put back."""
+    """Returns whether an attribute with this value is restored."""
     if type(value) in SCALARS or is_of(value, Tensor):
         return True
-    return are_scalars(value) if isinstance(value, tuple) else is_container(value) and value != {}  # {}: of hooks
+    return (
+        are_scalars(value) if isinstance(value, tuple) else is_container(value) and value != {}
+    )  # an empty dict holds hooks
 
 
 class Space:
-    """Holds a dict, another mapping, a cell, or None, as `object`, of a module. own: the call runs the module for sure; norm:
-    buffers of one that trains, which native ops update and move no version; updated: is one of its buffers?"""
+    """A dict, another mapping, a cell or None (`object`) that belongs to a module. own: the call certainly runs the module.
+    norm: the buffers of a norm in training, which native ops update without moving versions. updated: whether forward
+    updated one."""
 
     def __init__(self, object: Any, module: nn.Module | None, kind: str, own: bool = False, norm: bool = False):
         self.object, self.module, self.kind, self.own, self.norm, self.updated = object, module, kind, own, norm, False
 
 
 class Entry:
-    """Holds a name in a space. value: ABSENT of an attribute that forward adds. tensor: the value; detached if it has a
-    graph, which must not live as long as the region's; original: a weak reference to that one. before: a small tensor's copy
-    from before forward. updated: by forward itself. items: is the value a copy of hooks or submodules?"""
+    """A name in a space. value: ABSENT for an attribute that forward adds. tensor: the value, detached if it has a graph,
+    which must not live as long as the region's; original: then a weak reference to it. before: a small tensor's copy from
+    before forward. updated: forward itself updated it. items: the value is a copy of a dict of hooks or submodules."""
 
     def __init__(self, space: Space, name: Any, value: Any, items: bool = False):
         self.space, self.name, self.value, self.items = space, name, value, items
@@ -143,17 +147,17 @@ class Entry:
         return now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
 
     def is_lost(self) -> bool:
-        """Returns whether forward updated it and its value from before is not known. Statistics of norms, parameters (a clamp,
-        merged adapters) and what cannot be exchanged are as forward leaves them."""
+        """Returns whether forward updated the tensor and its value from before is unknown. A norm's statistics, parameters
+        (a clamp, merged adapters) and what cannot be exchanged stay as forward leaves them."""
         stays = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
         return self.updated and self.before is None and not stays
 
     def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]) -> Any:
-        """Returns what the recompute shall find."""
+        """Returns the value that the recompute reads."""
         space, x = self.space, self.tensor
         if self.items and not is_there:
             return self.value.copy()
-        # What a norm that the call may not run has updated, or one that moves no version, is not to be updated twice.
+        # Statistics must not be updated twice: by a norm that the call may not run, or one whose updates move no version.
         is_statistic = x is not None and space.norm and (space.own or space.updated) and is_plain(x)
         if x is None or not (self.before is not None or is_statistic or self.is_lost()):
             return self.value
@@ -164,15 +168,16 @@ class Entry:
 
 
 class ModuleState:
-    """Holds what modules and cells hold. values: running statistics are copied too where the call may not run their norm."""
+    """The recorded state of modules and cells. values: running statistics are copied even where the call may not run their
+    norm."""
 
     def __init__(self, values: bool):
         self.values, self.settled = values, False
         self.generators: list[torch.Generator] = []
         self.roots: list[nn.Module] = []
-        self.attributes: list[tuple[Space, type, int]] = []  # of each module, with its class and their number
+        self.attributes: list[tuple[Space, type, int]] = []  # attributes of each module, its class, and their number
         self.entries: list[Entry] = []
-        self.containers: list[tuple[Any, Any]] = []  # and their copies
+        self.containers: list[tuple[Any, Any]] = []  # (container, copy)
         self.seen: set[int] = set()
         self.copies: dict[int, Any] = {}
 
@@ -201,13 +206,13 @@ class ModuleState:
             entry.before = copy_of(value, self.copies)
 
     def add_module(self, root: nn.Module, own: bool) -> None:
-        """In forward, before it runs. A module comes with those inside. own: the call runs it for sure."""
+        """Records a module and its submodules before forward runs. own: the call certainly runs it."""
         self.roots.append(root)
         pending = [root]
         for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
             tables = {}
-            for name in TABLES:  # of a ScriptModule they are no attributes
+            for name in TABLES:  # a ScriptModule does not have them as attributes
                 tables[name] = attributes[name] if name in attributes else getattr(module, name)
             norm = attributes.get("training") is True and is_of(module, _NormBase)
             for name, value in tables["_parameters"].items():
@@ -230,7 +235,7 @@ class ModuleState:
                     self.generators.append(value)
 
     def add_dicts(self, space: Space) -> None:
-        """Adds copies of hooks and submodules."""
+        """Adds copies of the dicts of hooks and submodules."""
         for name in DICTS & space.object.keys():
             value = space.object[name]
             if is_of(value, dict):
@@ -238,7 +243,7 @@ class ModuleState:
 
     def add_cell(self, cell: CellType) -> None:
         value = item(cell, None)
-        if value is not ABSENT and self.is_new(cell):  # else it is not filled yet
+        if value is not ABSENT and self.is_new(cell):  # an ABSENT cell is not filled yet
             self.add_entry(Space(cell, None, "cell"), None, value)
 
     def add_tensor(self, captured: Tensor) -> None:
@@ -246,8 +251,8 @@ class ModuleState:
             self.add_entry(Space(None, None, "tensor"), None, captured)
 
     def settle(self) -> None:
-        """Is called after forward, once: other calls of the same region may follow. What forward updated itself is not an
-        error later, and what it has added to attributes is not there when it runs again."""
+        """Notes after forward what it updated, which is not an error later, and what it added to attributes, which is absent
+        in a recompute. Only the first call counts, because other calls of the region may follow."""
         if self.settled:
             return
         self.settled = True
@@ -258,7 +263,7 @@ class ModuleState:
                 self.entries += [Entry(space, name, ABSENT) for name in added]
             if kind is not type(space.module):  # a lazy module, which also removes its hook
                 self.attributes[i] = space, type(space.module), count
-                self.entries = [one for one in self.entries if not (one.items and one.space is space)]
+                self.entries = [entry for entry in self.entries if not (entry.items and entry.space is space)]
                 self.add_dicts(space)
         for entry in self.entries:
             if entry.tensor is not None:
@@ -271,20 +276,23 @@ class ModuleState:
         self.copies = {}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Returns those of own modules."""
+        """Returns the parameters of own modules."""
         own = (
-            one for one in self.entries if one.space.own and one.space.kind == "parameters" and one.tensor is not None
+            entry
+            for entry in self.entries
+            if entry.space.own and entry.space.kind == "parameters" and entry.tensor is not None
         )
-        return [one.value for one in own if one.original is None]
+        return [entry.value for entry in own if entry.original is None]
 
     def reclassed(self) -> list[tuple[nn.Module, type]]:
-        """Returns (module, its class in forward) of modules that have another class now: they cannot run."""
+        """Returns (module, its class in forward) of each module whose class has changed: it cannot run."""
         return [(space.module, kind) for space, kind, _ in self.attributes if kind is not type(space.module)]
 
     def changed(self) -> list[tuple]:
-        """Returns, after enter(), (objects, module or None, name, version now, version after forward) of what was changed in
-        place since, and of what forward updated without a copy from before. A recompute must not read these objects."""
-        found = []
+        """Returns (objects, module or None, name, version now, version after forward) of each tensor that was changed in
+        place since forward, or that forward updated without a copy from before. A recompute must not read them. Called after
+        enter()."""
+        changes = []
         for entry in self.entries:
             space, x = entry.space, entry.tensor
             if x is None or x.is_inference() or space.norm:
@@ -297,13 +305,13 @@ class ModuleState:
             is_fsdps = is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost)
             if is_fsdps and not exchangeable(there, entry.value, space.kind == "parameters"):
                 continue
-            objects = [one for one in (entry.value, there, original) if is_of(one, Tensor)]
-            found.append((objects, space.module, entry.name, now, entry.version))
-        return found
+            objects = [value for value in (entry.value, there, original) if is_of(value, Tensor)]
+            changes.append((objects, space.module, entry.name, now, entry.version))
+        return changes
 
     def enter(self, undo: list[Callable[[], None]]) -> None:
-        """Puts back what differs; adds to `undo` what undoes it, and also what the recompute assigned. Parameters that are
-        sharded or of another shape stay: whoever exchanged them (FSDP) has put the right ones there."""
+        """Restores the recorded values. Adds to `undo` a function that undoes this and the recompute's own assignments.
+        Parameters that are sharded or of another shape stay, because FSDP has put the right ones there."""
         contents = [(container, container.copy()) for container, _ in self.containers]
         values: list[tuple] = []
         required: list[tuple[Tensor, bool]] = []
@@ -315,7 +323,7 @@ class ModuleState:
                 if now is not before and (exchanged or exchangeable(now, before, space.kind == "parameters")):
                     try:
                         put(space.object, name, before)
-                    except Exception as error:  # the others are put back all the same
+                    except Exception as error:  # the others are still restored
                         told = dict(
                             exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=name
                         )
@@ -354,7 +362,7 @@ def fill(container: Any, contents: Any) -> None:
 
 
 def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], depth: int = 0) -> None:
-    """Adds what a function reads besides arguments that are saved."""
+    """Records what a function reads besides its saved arguments."""
     if is_of(value, Tensor):
         modules.add_tensor(value)
     elif is_of(value, torch.Generator):
@@ -367,5 +375,5 @@ def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], d
     elif is_of(value, nn.Module):
         modules.add_module(value, own=False)
     elif depth == 0 and type(value) in (tuple, list):
-        for one in value:
-            reach(one, modules, generators, 1)
+        for element in value:
+            reach(element, modules, generators, 1)

@@ -1,4 +1,4 @@
-"""The extension's interface in Python, where none is: equal results, more host time."""
+"""Implements the extension's interface in Python: equal results, more host time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
 
 
 def library() -> torch.library.Library:
-    """Defines the ops `rng_state` and `keep_mask`, which are there as long as what it returns."""
-    made = torch.library.Library("ckptkern", "FRAGMENT")
-    made.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
-    made.define(
+    """Defines the ops `rng_state` and `keep_mask`, which live as long as the returned library."""
+    ops = torch.library.Library("ckptkern", "FRAGMENT")
+    ops.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    ops.define(
         "keep_mask(Tensor state, int threshold, SymInt planes, SymInt rows, SymInt cols, SymInt plane_base, SymInt row_base, "
         "SymInt col_base, SymInt total_rows) -> Tensor"
     )
@@ -31,13 +31,13 @@ def library() -> torch.library.Library:
     def rng_state(nonce: Tensor) -> Tensor:
         return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (2,), device=nonce.device))
 
-    made.impl("rng_state", rng_state, "CompositeExplicitAutograd")
-    return made
+    ops.impl("rng_state", rng_state, "CompositeExplicitAutograd")
+    return ops
 
 
 @unseen
 def observe(tensors: Sequence[Tensor | None]) -> int:
-    """Returns what observes a call, as `Observed`, and above 16 bits which of the first 48 tensors need a gradient."""
+    """Returns the flags of a call as `Observed`, and above bit 16 which of the first 48 tensors need a gradient."""
     seen = (
         1 * _C._are_functorch_transforms_active()
         | 2 * (_C._len_torch_dispatch_stack() > 0)
@@ -63,8 +63,8 @@ def observe(tensors: Sequence[Tensor | None]) -> int:
 
 
 def asked() -> bytes | None:
-    """Returns a byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None
-    where it wants all."""
+    """Returns a byte for each edge of the running autograd node: 1 if this backward pass wants its gradient. Returns None if
+    it wants all."""
     node = _C._current_autograd_node()
     if node is None or _C._current_graph_task_id() == -1:
         return None
@@ -77,5 +77,5 @@ def asked() -> bytes | None:
 
 
 def layer_fits(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
-    """Returns False for any layer: checks that say what is wrong take no longer in Python."""
+    """Returns False for any layer, so that the full checks run: they take no longer in Python."""
     return False

@@ -1,4 +1,5 @@
-"""The snapshot of precision in Python, as csrc/precision.cpp takes it: what decides how a recomputed operation rounds."""
+"""Takes the snapshot of precision settings in Python, as csrc/precision.cpp does: those that decide how a recomputed op
+rounds."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ IMPLICIT = (
 
 
 class Setting(NamedTuple):
-    """Reads and writes a setting of the process. read: the value in effect, which a snapshot compares; raw: what is written
-    to restore it."""
+    """Reads and writes a setting of the process. read: the effective value, which a snapshot compares; raw: the value to
+    write to restore it."""
 
     read: Callable[[], Any]
     raw: Callable[[], Any]
@@ -36,7 +37,7 @@ _get, _set = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
 
 
 def follows(backend: str, op: str, parent: str) -> bool:
-    """Returns whether (backend, op) takes its value from (parent, "all"), and leaves that at TF32."""
+    """Returns whether (backend, op) inherits its value from (parent, "all"). Leaves the parent at TF32."""
     _set(parent, "all", "ieee")
     under_ieee = _get(backend, op)
     _set(parent, "all", "tf32")
@@ -56,8 +57,7 @@ def float32(backend: str, op: str) -> Setting:
         return "ieee" if value == "none" else value  # "not set" runs as IEEE, also if it is written under any parent
 
     def raw() -> Any:
-        """Returns what (backend, op) itself holds, found by moving its parents for a moment, so that it inherits again
-        afterwards."""
+        """Returns what (backend, op) itself holds. Moves its parents for a moment to see whether it inherits."""
         generic, parent, own = _get("generic", "all"), raw_parent(backend), _get(backend, op)
         if follows(backend, op, backend):
             _set("generic", "all", "none")
@@ -73,7 +73,7 @@ def float32(backend: str, op: str) -> Setting:
 FLOAT32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
 CUDA_CONV, CUDA_RNN, DETERMINISTIC = 1, 2, 11
 SETTINGS = (
-    *(float32(*one) for one in FLOAT32),
+    *(float32(*names) for names in FLOAT32),
     pair(_C._get_cublas_allow_fp16_reduced_precision_reduction, _C._set_cublas_allow_fp16_reduced_precision_reduction),
     pair(_C._get_cublas_allow_bf16_reduced_precision_reduction, _C._set_cublas_allow_bf16_reduced_precision_reduction),
     setting(_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
@@ -91,27 +91,27 @@ SETTINGS = (
     setting(_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
     setting(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
 )
-READS = tuple(one.read for one in SETTINGS)
+READS = tuple(setting.read for setting in SETTINGS)
 
-# Guards of all threads that may have to write something back, oldest first: what each overwrote, by its place in SETTINGS, and
-# (cuda, all) as the last. Whatever the order in which they leave, the process ends with the settings from before the first.
+# What each open guard of any thread overwrote, by index in SETTINGS with (cuda, all) last; oldest guard first. In whatever
+# order they exit, the process ends with the settings from before the first.
 CUDA_ALL = len(SETTINGS)
 LOCK = threading.Lock()
 _debts: list[dict[int, Any]] = []
 
 
 def impose(wanted: list[Any], debt: dict[int, Any]) -> None:
-    """Makes `wanted` current and notes in `debt` what it overwrites, also when a write raises."""
+    """Sets `wanted`, and notes in `debt` what it overwrites, also when a write raises."""
     # An implicit setting could not be written back, so its parent is overwritten instead. All implicit settings agree on the
     # parent, now as in the snapshot, because no setting can become implicit.
     for i in (CUDA_CONV, CUDA_RNN):
         if SETTINGS[i].read() != wanted[i] and SETTINGS[i].raw() is IMPLICIT:
             debt[CUDA_ALL] = raw_parent("cuda")
             _set("cuda", "all", wanted[i])
-    for i, one in enumerate(SETTINGS):
-        if one.read() != wanted[i]:
-            owed = one.raw()
-            one.write(wanted[i])
+    for i, setting in enumerate(SETTINGS):
+        if setting.read() != wanted[i]:
+            owed = setting.raw()
+            setting.write(wanted[i])
             debt[i] = owed
 
 
@@ -124,7 +124,7 @@ def repay(debt: dict[int, Any]) -> None:
 
 
 def enter_process(wanted: list[Any]) -> dict[int, Any] | None:
-    """Returns what the guard owes; None if nothing differs and no other guard is open."""
+    """Returns what the guard must restore; None if nothing differs and no other guard is open."""
     with LOCK:
         if not _debts and [read() for read in READS] == wanted:
             return None
@@ -140,10 +140,10 @@ def enter_process(wanted: list[Any]) -> dict[int, Any] | None:
 
 def exit_process(debt: dict[int, Any]) -> None:
     with LOCK:
-        (place,) = (i for i, one in enumerate(_debts) if one is debt)
+        (place,) = (i for i, other in enumerate(_debts) if other is debt)
         if place == len(_debts) - 1:
             repay(debt)
-        else:  # a younger guard of another thread is still open: it writes back for this one
+        else:  # a younger guard of another thread is still open, and will restore these too
             _debts[place + 1] |= debt
         del _debts[place]
 
@@ -169,9 +169,9 @@ _thread = _Thread()
 
 
 class Precision:
-    """Holds a snapshot of what decides precision: autocast, the fp32 precision of matmul, conv and rnn, reductions,
-    deterministic mode, the default dtype, and which attention kernels may run. A context manager makes it current, and then
-    gives back what was. Re-entrant, and usable from any thread."""
+    """A snapshot of the settings that decide precision: autocast, the fp32 precision of matmul, conv and rnn, reductions,
+    deterministic mode, the default dtype, and the allowed attention kernels. As a context manager, sets them, and then
+    restores the previous ones. It is re-entrant, and usable from any thread."""
 
     __slots__ = ("autocast", "process")
 
@@ -194,14 +194,14 @@ class Precision:
         _, outer, debt = frames.pop()
         if outer is not None:
             set_autocast(outer)
-        # The cache of cast weights does not outlive the outermost region: autograd's thread is in none, and would hold them.
+        # The outermost region clears the cache of cast weights: autograd's thread is in no autocast, and would hold them.
         if any(self.autocast[0]) and _C.autocast_decrement_nesting() == 0:
             _C.clear_autocast_cache()
         if debt is not None:
             exit_process(debt)
 
     def autocast_dtype(self, device_type: str) -> torch.dtype | None:
-        """Returns the dtype that autocast cast to on this device type; None where it was off."""
+        """Returns autocast's dtype on this device type; None if autocast was off."""
         enabled, dtypes, _ = self.autocast
         place = DEVICES.index(torch.device(device_type).type) if torch.device(device_type).type in DEVICES else None
         return dtypes[place] if place is not None and enabled[place] else None

@@ -1,5 +1,5 @@
-"""What an activation checkpoint saves of its call, in Python, as csrc/segment_state.h says: its arguments, and the state of
-modules, the random state and the precision that it ran with."""
+"""Saves what an activation checkpoint's recompute needs: the call's arguments, modules' state, random state and precision.
+csrc/segment_state.h in Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEEPEST = 1000  # guards against a list that holds itself
 
 
 class _Thread(threading.local):
-    """outer: what undoes each region that this thread is inside. drawings: the regions that it runs, as [draws, does it repeat
-    them?, the next one]."""
+    """State of a thread. outer: undo functions of each region that it is inside. drawings: the regions that it runs, as
+    [draws, whether they are repeated, index of the next]."""
 
     def __init__(self) -> None:
         self.outer: list[tuple] = []
@@ -32,8 +32,8 @@ _thread = _Thread()
 
 
 def drawn(sample: Callable[[], Tensor], depth: int | None = None) -> Tensor:
-    """Returns what the innermost region of this thread drew at this place, or else `sample`. A region that does not preserve
-    the generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
+    """Returns the draw that the innermost region of this thread recorded at this place, or else a new `sample`. A region
+    that does not preserve generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
     depth = len(_thread.drawings) if depth is None else depth
     if depth == 0:
         return sample()
@@ -42,7 +42,7 @@ def drawn(sample: Callable[[], Tensor], depth: int | None = None) -> Tensor:
     if repeats and place < len(draws):
         region[2] += 1
         return draws[place]
-    state = drawn(sample, depth - 1)  # a region that runs again inside another one's recompute
+    state = drawn(sample, depth - 1)  # this region runs again inside another region's recompute
     if not repeats:
         draws.append(state)
     return state
@@ -73,32 +73,32 @@ def read_generator(generator: torch.Generator) -> Tensor:
 
 
 class _Saved(torch.autograd.Function):
-    """Holds tensors as autograd's saved variables: hooks on saved tensors that are active see them, and a change in
-    place is an error when they are read."""
+    """Holds tensors as autograd's saved variables: active saved-tensor hooks see them, and a change in place raises when
+    they are read."""
 
     @staticmethod
     def forward(ctx, root, tensors):
-        ctx.save_for_backward(*tensors)  # in a list: they are no inputs, to which an edge would lead
-        return Tensor._make_subclass(Tensor, _EMPTY)  # which modes do not see
+        ctx.save_for_backward(*tensors)  # in a list, so that they are not inputs with edges
+        return Tensor._make_subclass(Tensor, _EMPTY)  # invisible to modes
 
 
 _EMPTY, _ROOT = torch.empty(0, device="cpu"), torch.empty(0, device="cpu", requires_grad=True)
 
 
 def saved(tensors: list[Tensor]) -> Tensor:
-    """Saves tensors in a node, which lives as long as what this returns. Their hooks run as the caller's code does."""
+    """Saves tensors in a node that lives as long as the returned tensor. Their hooks run as the caller's code does."""
     if torch.is_grad_enabled():
         return _Saved.apply(_ROOT, tensors)
-    with torch.enable_grad():  # not in any case: modes of torch functions see it
+    with torch.enable_grad():  # only if needed: torch function modes see it
         return _Saved.apply(_ROOT, tensors)
 
 
 class SegmentState:
-    """Holds all that a call reads, taken in forward. enter() puts it back, exit() gives back what was there before enter().
+    """The state that a call reads, recorded in forward. enter() restores it, exit() restores what was there before enter().
 
     own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
-    globals. values: the recompute has every value of forward, also running statistics that it only updates. draws: is forward
-    to run between record() and stop()?
+    globals. values: the recompute needs every value of forward, also running statistics that it only updates. draws: whether
+    forward must run between record() and stop().
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class SegmentState:
     ):
         self.precision, self.modules, self.modes = Precision(), ModuleState(values), function_modes()
         self.generators: list[torch.Generator] = []
-        self.tensors: list[Tensor] = []  # each once: mha(x, x, x) gets one x again
-        self.known: dict[int, int] = {}  # their places
-        self.caches: list[tuple[int, TensorWeakRef, int]] = []  # places, and versions before forward
+        self.tensors: list[Tensor] = []  # each once: the recompute of mha(x, x, x) gets one x
+        self.known: dict[int, int] = {}  # id -> index in tensors
+        self.caches: list[tuple[int, TensorWeakRef, int]] = []  # index, tensor, version before forward
         with _C.DisableTorchFunction():
             if own is not None:
                 self.modules.add_module(own, own=True)
@@ -124,7 +124,7 @@ class SegmentState:
         if preserve_rng_state:
             of_devices = (torch.get_device_module(d).default_generators[d.index] for d in devices)
             generators = [torch.default_generator, *self.modules.generators, *self.generators, *of_devices]
-            self.random = [(one, read_generator(one)) for one in generators]
+            self.random = [(generator, read_generator(generator)) for generator in generators]
         self.recorded: list[Tensor] | None = [] if not preserve_rng_state or _thread.drawings else None
 
     @property
@@ -138,11 +138,11 @@ class SegmentState:
         _thread.drawings.pop()
 
     def take(self, value: Any, depth: int) -> Any:
-        """Returns an argument tree with every tensor taken out, a number in its place: (what makes a container, its
-        children), or (None, the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
+        """Returns an argument tree with a number in place of every tensor: (what makes a container, its children) or (None,
+        the object). depth: 0 for the tuple of arguments and the dict of keywords, 1 for an argument."""
         if depth > DEEPEST:
             raise RecursionError("the arguments of a region are nested more than 1000 deep")
-        if is_of(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
+        if is_of(value, Tensor) and not value.is_inference():  # autograd cannot save inference tensors
             place = self.known.setdefault(id(value), len(self.tensors))
             if place == len(self.tensors):
                 self.tensors.append(value)
@@ -151,9 +151,9 @@ class SegmentState:
             return place
         kind = type(value)
         if kind is tuple or kind is list:
-            return kind, [self.take(one, depth + 1) for one in value]
+            return kind, [self.take(item, depth + 1) for item in value]
         if is_of(value, tuple) and hasattr(value, "_make"):
-            return kind._make, [self.take(one, depth + 1) for one in value]
+            return kind._make, [self.take(item, depth + 1) for item in value]
         if kind is dict:
             keys = list(value)
             return lambda held: dict(zip(keys, held, strict=True)), [self.take(value[key], depth + 1) for key in keys]
@@ -161,18 +161,19 @@ class SegmentState:
             if issubclass(kind, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
                 parts = take_apart(value)
                 if parts is not None:
-                    return parts[1], [self.take(one, depth + 1) for one in parts[0]]
+                    return parts[1], [self.take(item, depth + 1) for item in parts[0]]
             reach(value, self.modules, self.generators, depth)
         return None, value
 
     def arguments(self) -> tuple[tuple, dict[str, Any]]:
-        """Returns (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute."""
+        """Returns the (args, kwargs) of forward. Runs unpack hooks, and so a parent region's recompute."""
         tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.grad_fn.saved_tensors, strict=True)}
         return given_again(self.given, tensors)
 
     @unseen
     def settle(self) -> None:
-        """Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error."""
+        """Notes after forward what forward itself updated: its writes into a nested tensor without gradient (a cache) are
+        not errors."""
         self.modules.settle()
         for place, reference, version in self.caches:
             x = reference()
@@ -208,11 +209,11 @@ class SegmentState:
         self.precision.__exit__()
 
     def parameters(self) -> list[Tensor]:
-        """Returns those of the module that the call runs."""
+        """Returns the parameters of the module that the call runs."""
         return self.modules.parameters()
 
     def roots(self) -> list[torch.nn.Module]:
-        """Returns the modules that the call can reach, without those inside."""
+        """Returns the modules that the call can reach, without their submodules."""
         return list(self.modules.roots)
 
     def reclassed(self) -> list[tuple]:
@@ -230,7 +231,7 @@ def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
     make, held = taken
     if make is None:
         return held
-    held = [given_again(one, tensors) for one in held]
+    held = [given_again(child, tensors) for child in held]
     return held if make is list else make(tuple(held))
 
 

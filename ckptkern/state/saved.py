@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of an activation checkpoint in Python, as csrc/saved_tensors.h says, and sums of gradients."""
+"""Implements the saved-tensor hooks of an activation checkpoint, and sums of gradients: csrc/saved_tensors.h in Python."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class SavedTensors:
-    """Is the base class of a region. places: weak references to the placeholders; metadata: of every place, or of none if it is
-    not compared; watched: of parameters, (weak reference, version) by id. completed: forward has returned; lenient: recomputed
-    by a backward pass inside forward, so that the number of tensors says nothing."""
+    """Base class of a region. places: weak references to the placeholders. metadata: of every place, or of none if not
+    compared. watched: (weak reference, version) of parameters by id. completed: forward has returned. lenient: a backward
+    pass inside forward recomputed the region, so the number of tensors says nothing."""
 
     __slots__ = ("_metadata", "compares", "completed", "lenient", "places", "stops_early", "watched")
 
@@ -36,11 +36,11 @@ class SavedTensors:
 
     @unseen
     def pack(self, x: Tensor) -> Placeholder:
-        """Forward's hook."""
+        """Returns a placeholder for x: forward's pack hook."""
         leaf = x._base if x._is_view() else x
         if leaf.is_leaf and (leaf.requires_grad or type(leaf) is nn.Parameter):
             known = self.watched.get(id(leaf))
-            if known is None or known[0]() is not leaf:  # of another tensor, which is gone
+            if known is None or known[0]() is not leaf:  # the entry belongs to a tensor that is gone
                 self.watch(leaf)
         if self.compares:
             self._metadata.append((x.shape, x.dtype, x.device))
@@ -55,50 +55,52 @@ class SavedTensors:
             self.watched[id(parameter)] = TensorWeakRef(parameter), parameter._version
 
     def moved(self) -> list[tuple[int, Tensor, int]]:
-        found = ((key, reference(), version) for key, (reference, version) in self.watched.items())
-        return [one for one in found if one[1] is not None and one[1]._version != one[2]]
+        parameters = ((key, reference(), version) for key, (reference, version) in self.watched.items())
+        return [
+            parameter for parameter in parameters if parameter[1] is not None and parameter[1]._version != parameter[2]
+        ]
 
     def changed(self) -> tuple[Tensor, int, int] | None:
-        """Returns (parameter, its version now, its version in forward) of a changed one."""
+        """Returns (parameter, its version now, its version in forward) of the first changed one; None if there is none."""
         return next(((x, x._version, version) for _, x, version in self.moved()), None)
 
     def forget_moved(self) -> None:
-        """Is called after forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not
-        watched."""
+        """Stops watching parameters that forward itself has changed (a clamp, an embedding's max_norm). Called after
+        forward."""
         for key, *_ in self.moved():
             del self.watched[key]
 
     def keep_versions(self) -> None:
-        """Is called after a recompute: if it changes a parameter as forward did (a clamp), the next recompute must not
-        raise."""
+        """Notes the versions after a recompute that changes parameters as forward did (a clamp), so that the next one does
+        not raise."""
         for _, x, _ in self.moved():
             self.watch(x)
 
     def metadata(self, place: int) -> tuple[torch.Size, torch.dtype, torch.device]:
-        """Returns those of the tensor that forward saved at a place."""
+        """Returns (shape, dtype, device) of the tensor that forward saved at a place."""
         return self._metadata[place]
 
     def placeholders(self) -> list[Placeholder]:
-        """Returns those for which backward can still ask."""
-        return [one for reference in self.places if (one := reference()) is not None]
+        """Returns the placeholders that backward can still unpack."""
+        return [placeholder for reference in self.places if (placeholder := reference()) is not None]
 
     def drop(self, key: int) -> None:
-        """Frees what a failed recompute has handed out."""
-        for one in self.placeholders():
-            one.values.pop(key, None)
+        """Frees the tensors of a failed recompute."""
+        for placeholder in self.placeholders():
+            placeholder.values.pop(key, None)
 
     @unseen
     def hold(self, key: int, limit: int) -> int | None:
-        """Returns the bytes of that recompute's values, without parameters; from now on they are for every later pass. None,
-        and they are not, if that is more than limit; limit < 0: any number."""
+        """Keeps a recompute's tensors for every later pass, and returns their bytes without parameters. Returns None, and
+        does not keep them, if that is more than limit; limit < 0: any number."""
         counted = {
             x.untyped_storage()._cdata
             for reference, _ in self.watched.values()
             if (x := reference()) is not None and _C._has_storage(x)
         }
-        size, found = 0, [one for one in self.placeholders() if key in one.values]
-        for one in found:
-            x, _ = one.values[key]
+        size, filled = 0, [placeholder for placeholder in self.placeholders() if key in placeholder.values]
+        for placeholder in filled:
+            x, _ = placeholder.values[key]
             if not _C._has_storage(x):  # sparse, jagged and other subclasses: their bytes are not known here
                 return None
             storage = x.untyped_storage()
@@ -107,9 +109,9 @@ class SavedTensors:
                 size += storage.nbytes()
         if 0 <= limit < size:
             return None
-        for one in found:
-            x, _ = one.values.pop(key)
-            one.values[HELD] = x, version_of(x)
+        for placeholder in filled:
+            x, _ = placeholder.values.pop(key)
+            placeholder.values[HELD] = x, version_of(x)
         return size
 
     def leaves_out(self) -> bool:
@@ -119,7 +121,7 @@ class SavedTensors:
 
 
 class Placeholder:
-    """Stands in forward's graph for a tensor. values: the recomputed tensor and its version, by backward pass."""
+    """Stands for a saved tensor in forward's graph. values: the recomputed tensor and its version, by backward pass."""
 
     __slots__ = ("__weakref__", "place", "segment", "values")
 
@@ -128,7 +130,7 @@ class Placeholder:
         self.values: dict[int, tuple[Tensor, int]] = {}
 
     def take(self, key: int) -> Tensor | None:
-        """Returns the tensor that was recomputed for it, once; then None. A held one, if it is as it was, again and again."""
+        """Returns the recomputed tensor once, then None. A held tensor is returned again and again while it is unchanged."""
         if key != HELD:
             return self.values.pop(key, (None,))[0]
         x, version = self.values.get(key, (None, -1))
@@ -136,10 +138,10 @@ class Placeholder:
 
 
 class Recompute:
-    """Runs a region again for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor;
-    count: tensors saved so far; different: [(place, tensor)] that do not look as in forward."""
+    """Runs a region again for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor.
+    count: tensors saved so far. different: [(place, tensor)] whose metadata differ from forward's."""
 
-    fresh = 0  # references that a tensor has which Python has not seen, as `pack` counts them
+    fresh = 0  # reference count, in `pack`, of a tensor that Python has not seen before
 
     def __init__(self, segment: SavedTensors, key: int, stop: type[Exception]):
         self.segment, self.key, self.stop = segment, key, stop
@@ -149,9 +151,9 @@ class Recompute:
 
     @unseen
     def pack(self, x: Tensor) -> Tensor:
-        """Recompute's hook: hands x, detached, to the placeholder at its place."""
-        # Inputs are packed before the kernel of their op runs, so that ending there skips the kernel. Not where x is what the
-        # kernel gave, which would save nothing. And not before the kernel has filled an input, as that of rrelu fills its noise
+        """Hands x, detached, to the placeholder at its place: the recompute's pack hook."""
+        # Inputs are packed before their op's kernel runs, so that stopping there skips the kernel. Do not stop if x is the
+        # kernel's output, which would save nothing, or if the kernel has yet to fill an input, as rrelu's fills its noise
         # (pytorch#193671): Python has not seen such a tensor.
         now, segment, place = _C._autograd._get_sequence_nr(), self.segment, self.count
         self.references = sys.getrefcount(x)
@@ -185,7 +187,7 @@ Recompute.fresh = _first.references
 
 
 def unpack_saved(placeholder: Placeholder) -> Tensor:
-    """Returns its tensor, recomputed if need be: forward's unpack hook."""
+    """Returns the placeholder's tensor, recomputed if need be: forward's unpack hook."""
     if type(placeholder) is not Placeholder:
         raise TypeError(f"unpack_saved: wanted a Placeholder but got {type(placeholder).__name__}")
     if _C._get_graph_exec_group() is None:
@@ -196,35 +198,35 @@ def unpack_saved(placeholder: Placeholder) -> Tensor:
 
 
 def executes(node: Any) -> tuple[bool, bool]:
-    """Returns (whether the running backward pass wants this node's gradient, whether it surely asks for some alone)."""
+    """Returns whether the running backward pass wants this node's gradient, and whether it certainly leaves others out."""
     try:
         return _C._will_engine_execute_node(node), False
-    except RuntimeError:  # torch.autograd.grad of this leaf
+    except RuntimeError:  # raised in torch.autograd.grad of this leaf
         return True, True
 
 
-_left_out: tuple[int, frozenset[int]] = -1, frozenset()  # by the last backward pass that was looked at
+_left_out: tuple[int, frozenset[int]] = -1, frozenset()  # the last backward pass examined, and its result
 
 
 def left_out() -> frozenset[int]:
-    """Returns the ids of the leaves whose gradients the running backward pass does not ask for, among those below the node
-    that first asks: torch tells Python of no other whether it is in the graph."""
+    """Returns the ids of the leaves whose gradients the running backward pass does not want, among those below the node that
+    first asks: torch tells Python of no other leaf whether it is in the graph."""
     global _left_out
     task, node = _C._current_graph_task_id(), _C._current_autograd_node()
     if task == -1 or node is None:
         return frozenset()
-    looked_at, leaves = _left_out  # at once: another thread's pass may be next
+    looked_at, leaves = _left_out  # read at once: another thread may write it
     if task != looked_at:
-        pending, seen, found = [node], {node}, set()
-        for one in pending:
-            for following, _ in one.next_functions:
+        pending, seen, ids = [node], {node}, set()
+        for visited in pending:
+            for following, _ in visited.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     pending.append(following)
                     leaf = getattr(following, "variable", None)
                     if leaf is not None and not executes(following)[0]:
-                        found.add(id(leaf))
-        _left_out = task, leaves = task, frozenset(found)
+                        ids.add(id(leaf))
+        _left_out = task, leaves = task, frozenset(ids)
     return leaves
 
 
@@ -234,28 +236,29 @@ def asks_for_some() -> bool:
 
 
 class _Sum(NamedTuple):
-    """Holds the sum of one backward pass at a place. waits: the nodes that have not added to it yet."""
+    """The sum of one backward pass at a place. waits: the nodes that have not added to it yet."""
 
     waits: set[int]
     total: list[Tensor]
 
 
 class GradientSums:
-    """Sums in float32 of what several chunks of a graph send to one 16-bit tensor, rounded once, where autograd would round
-    once for each (csrc/gradient_sums.h). Hooks of the chunks' nodes hold back what they send; the last one sends the sum.
+    """Sums in float32 the gradients that several chunks of a graph send to one 16-bit tensor, and rounds once, where autograd
+    would round once per chunk (csrc/gradient_sums.h). Hooks of the chunks' nodes hold their gradients back; the last one sends
+    the sum.
 
-    What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it. It holds nodes,
-    whose hooks do not hold it, else no graph would ever be freed: a node behind all of these must.
+    A chunk's nodes are those created since this object, or since the previous chunk's `redirect`. The object holds these nodes,
+    and their hooks hold it weakly, else no graph would ever be freed: a node behind all of them must hold it.
     """
 
     def __init__(self) -> None:
         self.since = _C._autograd._get_sequence_nr()
-        self.nodes: list[Any] = []  # that send
-        self.senders: dict[tuple[Any, int], set[int]] = {}  # by the place outside, places in `nodes`
-        self.sums: dict[tuple, _Sum] = {}  # by the place and the backward pass
+        self.nodes: list[Any] = []  # that send gradients
+        self.senders: dict[tuple[Any, int], set[int]] = {}  # (node outside, input) -> indices in `nodes`
+        self.sums: dict[tuple, _Sum] = {}  # by (node, input) and backward pass
 
     def redirect(self, output: Tensor) -> None:
-        """output: of a chunk."""
+        """Registers the hooks of a chunk. output: the chunk's."""
         since, self.since = self.since, _C._autograd._get_sequence_nr()
         root = output.grad_fn
         if root is None or not since <= root._sequence_nr() < self.since:
@@ -279,10 +282,10 @@ class GradientSums:
                 self.nodes.append(node)
 
     def add(self, sender: int, place: tuple[Any, int], grads: list[Tensor]) -> Tensor | None:
-        """Adds what a node sends to a place; returns the sum, if it is the last in this backward pass."""
+        """Adds what a node sends to a place. Returns the sum if the node is the last in this backward pass."""
         key = place, _C._current_graph_task_id()
         if key not in self.sums:
-            self.sums[key] = _Sum({one for one in self.senders[place] if executes(self.nodes[one])[0]}, [])
+            self.sums[key] = _Sum({node for node in self.senders[place] if executes(self.nodes[node])[0]}, [])
         waits, total = self.sums[key]
         for grad in grads:
             wide = grad.float()
@@ -302,11 +305,12 @@ class GradientSums:
 def _hold_back(
     sums: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _: Any
 ) -> tuple[Tensor | None, ...]:
-    """Is the hook of a node that sends to each of these places the gradients of these numbers among those that it forms."""
+    """Holds back a node's gradients for these places: its hook. places: (node, input) -> indices of the gradients sent
+    there."""
     sent = list(grads)
     for place, slots in places.items():
-        given = [i for i in slots if grads[i] is not None]
-        total = sums().add(sender, place, [grads[i] for i in given])
-        for i in given:
+        present = [i for i in slots if grads[i] is not None]
+        total = sums().add(sender, place, [grads[i] for i in present])
+        for i in present:
             sent[i], total = total, None
     return tuple(sent)

@@ -15,8 +15,8 @@ _TINY = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal
 
 
 class _Code(NamedTuple):
-    """Codes of a block: its largest element becomes `top`, `infinity` stands for infinity, `smallest` is the least that is not
-    0. NaN is fp8's own, and -128 in int8."""
+    """Codes of a block. top: the code of its largest element; infinity: of infinity; smallest: the least that is not 0. NaN
+    is fp8's own, and -128 in int8."""
 
     dtype: torch.dtype
     top: float
@@ -31,7 +31,7 @@ _CODES = {
 
 
 class _Packed(NamedTuple):
-    """A run of n elements: what the next store returned for codes [ceil(n / block), block] and for one float32 scale per
+    """A run of n elements: what the next store returned for the codes [ceil(n / block), block] and for one float32 scale per
     block."""
 
     codes: object
@@ -41,24 +41,21 @@ class _Packed(NamedTuple):
 
 
 class compress(Chained):
-    """Stores saved floating-point tensors in fewer bits, *lossily*. Other tensors and parameters do not change.
+    """Stores saved float32, bfloat16 and float16 tensors in 1.03 bytes per element, *lossily*.
 
     method:
 
-    - ``"fp8"``: e4m3 with a float32 scale per `block` elements that are neighbours in memory. Relative error at most 1/16
-      for elements within 2^-14 of the largest of their block. 1.03 bytes per element.
-    - ``"int8"``: absolute error at most 1/250 of the largest of the block, 1/125 for elements below that. -0 comes back
-      as 0. 1.03 bytes per element.
+    - ``"fp8"``: e4m3 with a float32 scale per `block` neighbouring elements. Relative error at most 1/16 for elements within
+      2^-14 of the block's largest.
+    - ``"int8"``: absolute error at most 1/250 of the block's largest element, 1/125 for elements below that. -0 becomes 0.
 
-    Both preserve NaN, infinities and the sign of every element, so no non-zero becomes zero. They take float32, bfloat16
-    and float16; docs/how-to/storage.md measures the error of gradients. Around checkpointed regions with ReLU inside,
-    int8's error grows from 0.01 to 0.08, because masks recomputed from a compressed input differ from forward's. They
-    also compress sensitive tensors, such as the logsumexp that attention saves in float32: in a model that computes in
-    bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
+    Both preserve NaN, infinities and signs; no nonzero element becomes zero. Around checkpointed regions with ReLU, int8's
+    gradient error grows from 0.01 to 0.08. ``select=lambda t: t.dtype == torch.bfloat16`` leaves out float32 statistics of a
+    bfloat16 model.
 
-    block: elements per scale, at least 1. then: a store of the codes. min_bytes, exclude, select: as in ``Store``.
+    block: elements per scale. then: a store of the codes. min_bytes, exclude, select: as in ``Store``.
 
-    Raises ValueError for an unknown method and a block out of range, TypeError for a `then` that is not a store.
+    Raises ValueError for an unknown method or a block below 1, TypeError if `then` is not a store.
     """
 
     def __init__(

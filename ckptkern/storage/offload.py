@@ -19,8 +19,8 @@ from .store import MIN_BYTES, Store, changed_in_place
 
 
 class Flight:
-    """A copy under way. `resident`, its end on the device, belongs to stream `home`, which waits for the copy if this is
-    dropped before it has landed."""
+    """A copy under way. `resident`, its end on the device, belongs to stream `home`, which waits for the copy if the flight
+    is dropped before the copy has landed."""
 
     def __init__(self, resident: Tensor, home=None):
         self.resident, self.home, self.event = resident, home, None
@@ -29,7 +29,7 @@ class Flight:
         return self.event is None or self.event.query()
 
     def join(self, stream) -> None:
-        """From here on `stream` may read, overwrite and free resident. The host does not wait."""
+        """Lets `stream` read, overwrite and free `resident` from here on. The host does not wait."""
         if self.event is not None:
             stream.wait_event(self.event)
             self.resident.record_stream(stream)  # does nothing if resident was allocated on that stream
@@ -41,7 +41,7 @@ class Flight:
 
 
 class _Copy:
-    """A run in a host buffer. `out`: the flight there, until it is seen to have landed; `back`: a flight back, prefetched."""
+    """A run in a host buffer. `out`: the flight there, until it has landed; `back`: a prefetched flight back."""
 
     def __init__(self, lane: _Lane, whole: Tensor, flat: Tensor, number: int):
         self.lane, self.number = lane, number
@@ -55,8 +55,8 @@ class _Copy:
 
 
 class _Lane:
-    """Copies between a CPU and memory-mapped files, or between a GPU and pinned memory on one side stream: in order, and while
-    the GPU computes."""
+    """Copies in order, while the GPU computes: between a GPU and pinned memory on one side stream, or between a CPU and
+    memory-mapped files."""
 
     def __init__(self, device: torch.device, directory: str, prefetch: int, in_flight: int):
         self.device, self.directory, self.prefetch, self.in_flight = device, directory, prefetch, in_flight
@@ -70,7 +70,7 @@ class _Lane:
         self.lock = threading.RLock()  # a graph's destructors may run in the middle of anything
 
     def take(self, nbytes: int) -> Tensor:
-        """A host buffer, uint8 of at least so many bytes."""
+        """Returns a host buffer, uint8 of at least `nbytes`."""
         size = 1 << (max(nbytes, 4096) - 1).bit_length()
         with contextlib.suppress(KeyError, IndexError):  # another thread may take the last one
             return self.free[size].pop()
@@ -128,7 +128,7 @@ class _Lane:
         return copy
 
     def settle(self) -> None:
-        """Let go of the sources whose copies have landed, and of the oldest beyond `in_flight` in any case."""
+        """Releases the sources whose copies have landed, and in any case the oldest beyond `in_flight`."""
         while self.pending:
             flight, weak = self.pending[0]
             if not flight.landed() and len(self.pending) <= self.in_flight:
@@ -148,46 +148,42 @@ class _Lane:
             if copy.out is not None:  # the source is still here
                 if copy.out.resident._version != copy.version:
                     raise changed_in_place(copy.out.resident, copy.version)
-                found = copy.out.resident
+                resident = copy.out.resident
             else:
                 flight, copy.back = copy.back or self.bring(copy.buffer, self.stream()), None
                 flight.join(self.stream())
-                found = flight.resident
-            # start the copies that backward wants next: those put before this one, latest first
+                resident = flight.resident
+            # prefetch what backward wants next: the tensors stored before this one, latest first
             before = (self.copies.get(n) for n in range(copy.number - 1, max(copy.number - 65, -1), -1))
             window = list(
-                itertools.islice((one for one in before if one is not None and one.out is None), self.prefetch)
+                itertools.islice(
+                    (earlier for earlier in before if earlier is not None and earlier.out is None), self.prefetch
+                )
             )
-            for one in filter(None, (weak() for weak in self.ahead)):
-                if one not in window:  # backward went elsewhere
-                    one.back = None
-            for one in window:
-                if one.back is None:
-                    one.back = self.bring(one.buffer, self.stream())
-            self.ahead = [weakref.ref(one) for one in window]
-        return found.view(copy.dtype)
+            for earlier in filter(None, (weak() for weak in self.ahead)):
+                if earlier not in window:  # backward went elsewhere
+                    earlier.back = None
+            for earlier in window:
+                if earlier.back is None:
+                    earlier.back = self.bring(earlier.buffer, self.stream())
+            self.ahead = [weakref.ref(earlier) for earlier in window]
+        return resident.view(copy.dtype)
 
 
 class offload(Store):
     """Moves saved tensors to the host, bit for bit, and copies them back before backward needs them.
 
-    A side stream copies CUDA tensors into pinned buffers; their device memory is freed when the copy has completed. CPU
-    tensors are copied into unlinked memory-mapped files. Meta tensors are let go, and made anew in backward, so that a step
-    counts as it would elsewhere. Tensors on other devices stay.
+    CUDA tensors go to pinned buffers on a side stream, CPU tensors to unlinked memory-mapped files. Meta tensors are dropped
+    and created again. Buffers of ``host_bytes`` in all are reused: create one store for all steps.
 
-    directory: of these files, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs). prefetch:
-    the number of tensors that are copied back ahead of backward, in reverse order of saving. in_flight: the number of
-    tensors that may wait for their copies; beyond that, the stream that saved the oldest waits for its copy (the host
-    never waits). min_bytes, exclude, select: as in ``Store``.
+    directory: of the files, by default ``tempfile.gettempdir()``. prefetch: tensors copied back ahead of backward, in reverse
+    order of saving. in_flight: tensors that may wait for their copies; beyond it, the stream that saved the oldest waits.
+    min_bytes, exclude, select: as in ``Store``.
 
-    Buffers have sizes of powers of two, return to the store when their tensor was used or freed, and are freed with the
-    store: create one store and enter it in every step. ``host_bytes`` is the size of all buffers.
+    After a change in place, backward gets the saved value if the copy completed before; otherwise it raises RuntimeError.
 
-    If a tensor is changed in place after it was saved, backward gets the saved value if the copy completed before the
-    change; otherwise it raises the same RuntimeError as without the store.
-
-    Raises NotADirectoryError if `directory` is not one, ValueError for negative counts; inside the block, OSError with the
-    directory's name if the file system is full, RuntimeError under CUDA graph capture.
+    Raises NotADirectoryError, ValueError for negative counts; inside the block, OSError if the file system is full,
+    RuntimeError under CUDA graph capture.
     """
 
     def __init__(

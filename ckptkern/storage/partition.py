@@ -11,25 +11,18 @@ from torch import Tensor
 from ..bits import checksum
 from .store import MIN_BYTES, Chained, Store
 
-Share = tuple[object, int, torch.dtype]  # what the next store returned for it; bytes and dtype of the whole
+Share = tuple[object, int, torch.dtype]  # (result of the next store, bytes and dtype of the whole tensor)
 
 
 class partition(Chained):
-    """Stores 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
+    """Stores 1/n of each saved tensor on each of n ranks; backward gathers it with one all-gather per tensor.
 
-    Use it only for tensors that are *equal on all ranks*: those that tensor parallelism replicates, such as the input
-    of a layer norm or of a column-parallel linear layer. Enter it around such layers, or around regions that save only
-    their inputs, or choose tensors with `select`. Each rank saves a checksum of its whole tensor, and backward compares
-    the checksums: RuntimeError on a CPU, a device-side assertion on a GPU, where reading the result would make the host
-    wait.
+    Use it only for tensors that are *equal on all ranks*, such as the input of a layer norm under tensor parallelism. Backward
+    compares checksums: a difference is a RuntimeError on a CPU, a device-side assertion on a GPU. All ranks must save equal
+    shapes in the same order and run the same backward; if a rank stops, the others wait until the group's timeout.
 
-    Forward does not communicate. Backward runs one ``all_gather_into_tensor`` per saved tensor (per tensor, not per
-    view of it), when the first node that saved it runs. All ranks must save equal shapes in the same order and run the
-    same backward, which holds for the same model with the same `select`; if a rank stops, the others wait until the
-    group's timeout. Sizes need not be multiples of n: the last shares are padded with zeros.
-
-    group: a ProcessGroup of which this rank is a member; None is the default group. then: a store of the
-    shares. min_bytes, exclude, select: as in ``Store``, of the whole tensor.
+    group: a ProcessGroup with this rank; None is the default group. then: a store of the shares. min_bytes, exclude, select: as
+    in ``Store``, for the whole tensor.
 
     Raises RuntimeError if torch.distributed is not initialized, ValueError if this rank is not in the group.
     """

@@ -1,4 +1,4 @@
-"""Defines what autograd holds in place of a saved tensor, the base class of all stores, and the end of a chain."""
+"""Defines the base class of all stores, what autograd holds in place of a saved tensor, and the end of a chain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and stride of a run's el
 
 
 def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> RuntimeError:
-    """Returns autograd's error. kind: the class that it names."""
+    """Returns autograd's error for a tensor changed in place. kind: the class that it names."""
     shape = "nested" if tensor.is_nested and tensor.layout == torch.strided else list(tensor.shape)
     name = tensor.type() if kind is None else kind.__name__
     return RuntimeError(
@@ -34,9 +34,9 @@ def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> 
 
 
 class Stays:
-    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so it is made here.
+    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so `unpack` makes it.
 
-    itself: backward gets the same object. Only of a tensor without a graph: otherwise it would tie a saved output to its own
+    itself: backward gets the same object. Only for a tensor without a graph: otherwise it would tie a saved output to its own
     grad_fn, a cycle that frees nothing.
     """
 
@@ -50,10 +50,10 @@ class Stays:
 
 
 class _Parts:
-    """A wrapper subclass, saved as the tensors it is made of.
+    """A wrapper subclass, saved as the tensors that it is made of.
 
-    A change in place moves the version of the wrapper and of none of its parts. So the wrapper is held, without those that
-    moved, and backward raises as it does without a store.
+    A change in place moves the wrapper's version and none of its parts'. So the wrapper is held without the stored parts, and
+    backward raises as it does without a store.
     """
 
     def __init__(self, tensor: Tensor, pack: Callable):
@@ -64,8 +64,8 @@ class _Parts:
         symbolic = any(not isinstance(n, int) for n in self.size)
         for name, part in self.parts.items():
             if isinstance(part, Tensor):
-                # A size that is a symbol (a jagged tensor's) belongs to one part, by which the class finds it again: by the
-                # offsets' or lengths' identity. A copy of them would be those of a tensor of another shape.
+                # A symbolic size (a jagged tensor's) belongs to the identity of its offsets or lengths: with a copy of them the
+                # tensor would have another shape.
                 itself = symbolic and not (part.is_floating_point() or part.is_complex())
                 self.parts[name] = _stay(part, itself=True) if itself else pack(part)
         self.wrapper: Tensor | None = tensor.detach()
@@ -73,7 +73,7 @@ class _Parts:
             for name, part in self.parts.items():
                 if isinstance(part, (_Parts, _View)):
                     setattr(self.wrapper, name, None)
-        except AttributeError:  # the class does not let go of it: better unchecked than held
+        except AttributeError:  # the class cannot drop the part: leave it unchecked rather than hold it
             self.wrapper = None
 
     def unpack(self) -> Tensor:
@@ -84,10 +84,10 @@ class _Parts:
 
 
 class _Run:
-    """Elements that a store keeps, for every view of them that was saved.
+    """Elements in a store, for every view of them that was saved.
 
-    Fetched when backward asks for the first of its views, and held until it has asked for the last. That is not long,
-    because two nodes that saved one tensor are neighbours in the graph.
+    They are fetched when backward unpacks the first view, and held until the last. That is not long, because two nodes that
+    saved one tensor are neighbours in the graph.
     """
 
     def __init__(self, store: Store, flat: Tensor):
@@ -129,23 +129,21 @@ class _View:
 
 
 def dense_run(tensor: Tensor) -> Place:
-    """Returns (size, stride) of the memory that holds a strided tensor's elements in the order of their addresses, each once:
-    one dense run, or several with gaps between."""
+    """Returns (size, stride) of the memory that holds a strided tensor's elements once each, in the order of their
+    addresses: one dense run, or several with gaps between them."""
     axes = [(stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1]
     axes.sort(reverse=True)
     size, stride = tuple(n for _, n in axes), tuple(s for s, _ in axes)
     span = 1 + sum((n - 1) * s for s, n in axes)
-    return ((span,), (1,)) if span <= math.prod(size) else (size, stride)  # less: the rows overlap
+    return ((span,), (1,)) if span <= math.prod(size) else (size, stride)  # a shorter span means overlapping rows
 
 
 class Store:
-    """Stores saved tensors; its context sends them there. Subclasses define `put`, `get` and `resident`.
+    """Saves tensors for backward elsewhere inside its context, in any number of steps, graphs and threads. Subclasses define
+    `put(flat)` of elements [n], whose result `get` and `resident` take.
 
-    One store takes any number of steps, graphs and threads, and may be entered again while it is entered.
-
-    min_bytes: smaller tensors stay. exclude: tensors that stay, with all views of them; parameters always stay, but not
-    ``parameter.detach()`` and ``.data``. select: a function of each tensor that would be stored, which may read only
-    metadata; if it returns False, the tensor stays.
+    min_bytes: smaller tensors stay. exclude: tensors that stay, with their views; parameters always do, but not
+    ``parameter.detach()`` and ``.data``. select: a function of a tensor; where it returns False, the tensor stays.
     """
 
     def __init__(
@@ -168,11 +166,11 @@ class Store:
         self._entered = threading.local()
 
     def put(self, flat: Tensor) -> object:
-        """Stores flat [n], contiguous, and returns the argument for `get`; when that is freed, so is flat."""
+        """Stores flat [n], contiguous. Returns the argument of `get`; freeing it frees the stored elements."""
         raise NotImplementedError
 
     def get(self, saved: object) -> Tensor:
-        """Returns [n] on its original device and in its original dtype. May be called any number of times."""
+        """Returns [n] on its original device in its original dtype, any number of times."""
         raise NotImplementedError
 
     def resident(self, saved: object) -> Iterator[Tensor]:
@@ -180,11 +178,11 @@ class Store:
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Returns whether `put` can take such a tensor, from its device and dtype."""
+        """Returns whether `put` can take a tensor of this device and dtype."""
         return True
 
     def __enter__(self) -> Store:
-        runs = weakref.WeakValueDictionary()  # per block: in another one an equal version may mean other values
+        runs = weakref.WeakValueDictionary()  # per `with`: in another one an equal version may mean other values
         pack, unpack = functools.partial(self._pack, runs), operator.methodcaller("unpack")
         if "torch._dynamo" in sys.modules:  # after a graph break here Dynamo would compile the hooks
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
@@ -197,7 +195,7 @@ class Store:
         self._entered.hooks.pop().__exit__(*exception)
 
     def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor, around: tuple[int, ...] = ()):
-        """around: versions of the wrappers that it is a part of."""
+        """Packs a saved tensor. around: versions of the wrappers that it is a part of."""
         if isinstance(tensor, (torch.nn.Parameter, Frozen)) or isinstance(tensor._base, torch.nn.Parameter):
             return _stay(tensor)
         if is_traceable_wrapper_subclass(tensor):
@@ -232,7 +230,7 @@ def _stay(tensor: Tensor, itself: bool = False) -> Stays:
 
 
 class _Here(Store):
-    """The end of a chain that goes nowhere: tensors stay on their device."""
+    """The end of a chain: tensors stay on their device."""
 
     def put(self, flat: Tensor) -> Stays:
         return Stays(flat)
@@ -245,9 +243,9 @@ class _Here(Store):
 
 
 class Chained(Store):
-    """A store that passes what it makes of a tensor on.
+    """Base class of stores that pass their codes or shares to another store.
 
-    then: the store for it, such as ``offload()``; None leaves it on the device. The others are those of ``Store``.
+    then: that store, such as ``offload()``; None leaves them on the device. The other arguments are those of ``Store``.
     """
 
     def __init__(self, then: Store | None = None, *args: Any, **kwargs: Any):

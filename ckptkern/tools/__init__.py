@@ -1,1 +1,1 @@
-"""What ``python -m ckptkern`` runs, a module or package for each command."""
+"""Implements the commands of ``python -m ckptkern``, a module for each."""

@@ -1,4 +1,4 @@
-"""``python -m ckptkern build``: builds the C++ extension now, where the first use would, as when an image is made."""
+"""Builds the C++ extension ahead of its first use, for example in an image: ``python -m ckptkern build``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from ..state import LOADED, extension
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern build``."""
+    """Adds the arguments of ``python -m ckptkern build``."""
     parser.description = (
-        "Build the C++ extension for this torch and Python into the user's cache, or $CKPTKERN_CACHE, also if that failed "
-        "before. It needs a C++ compiler and ninja; without it Python does the same, with more host time."
+        "Build the C++ extension for this torch and Python into the user's cache or $CKPTKERN_CACHE, even if that failed "
+        "before. The build needs a C++ compiler and ninja. Without the extension, Python code gives equal results with "
+        "more host time."
     )
 
 

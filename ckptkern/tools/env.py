@@ -1,4 +1,4 @@
-"""``python -m ckptkern env``: what a bug report or a benchmark result needs to say about the machine.
+"""Prints what a bug report or a benchmark result needs to say about the machine: ``python -m ckptkern env``.
 
 No function here raises an error: missing parts are reported with the reason.
 """
@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 def load_warning(threads: int) -> str | None:
-    """Says that other programs take the cores that a measurement with this many threads needs; None if they do not.
+    """Returns a warning if other programs use the cores that a measurement with this many threads needs; else None.
 
     Call it before the measurement: the load average, of the last minute, counts this process too.
     """
@@ -112,7 +112,7 @@ def _backends() -> dict[str, str]:
 
 
 def _launchers() -> dict[str, str]:
-    """What Triton builds in C at run time in order to launch kernels, and what it needs for that."""
+    """Returns what Triton builds in C at run time to launch kernels, and the tools that it needs."""
     version = _package_version("triton")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:
@@ -123,13 +123,13 @@ def _launchers() -> dict[str, str]:
         built = "one for all kernels, once"
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
     scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, which Triton replaces, too
+    if scheme == "posix_local":  # Debian's scheme, which Triton also replaces
         scheme = "posix_prefix"
     header = Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
     return {
         "built": built,
         "compiler": compiler or "none: no gcc or clang on PATH, and CC is not set; kernels cannot be launched on a GPU",
-        # without paths where all is well, because env.json is published
+        # no paths unless something is wrong, because env.json is published
         "Python.h": "found" if header.exists() else f"none in {header.parent}: install Python's development package",
     }
 
@@ -155,8 +155,8 @@ def _sdpa() -> dict[str, bool]:
 
 
 def _tuned_impls() -> dict[str, Any]:
-    """Of each device its table, if `python -m ckptkern autotune` wrote one: the implementation of every op, dtype and
-    size; or why it is not used."""
+    """Returns each device's table of `python -m ckptkern autotune`, the implementation of every op, dtype and size; or why
+    it is not used."""
     from ..ops.dispatch import implementations as _impls
     from ..ops.dispatch import tuned as _tuned
 
@@ -176,7 +176,7 @@ def _tuned_impls() -> dict[str, Any]:
 
 
 def _extension() -> dict[str, Any]:
-    """Which implementation of `ckptkern.state` runs, why, and what it costs the host beside torch's checkpoint."""
+    """Returns which implementation of `ckptkern.state` runs, why, and its host time beside torch's checkpoint."""
     module, why = state.LOADED
     layer, x = torch.nn.Linear(8, 8, device="meta").to_empty(device="cpu"), torch.ones(1, 8, requires_grad=True)
     calls = {
@@ -218,7 +218,7 @@ SECTIONS: dict[str, Callable[[], Any]] = {
 
 
 def collect() -> dict[str, Any]:
-    """Returns everything that is printed, as data that json can write; in place of a section that fails, why."""
+    """Returns all sections as data that json can write. A section that fails is replaced by the reason."""
     data = {}
     for name, section in SECTIONS.items():
         try:
@@ -229,7 +229,7 @@ def collect() -> dict[str, Any]:
 
 
 def lines(data: dict[str, Any], indent: int = 0) -> list[str]:
-    """data as indented plain text, one value per line."""
+    """Returns data as indented plain text, one value per line."""
     result = []
     for name, value in data.items():
         if isinstance(value, dict):
@@ -240,13 +240,13 @@ def lines(data: dict[str, Any], indent: int = 0) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern env``."""
-    parser.description = "Print versions, devices, the state of the extension and the backends that would be used."
+    """Adds the arguments of ``python -m ckptkern env``."""
+    parser.description = "Print versions, devices, the extension's state, and the backend of each device."
     parser.add_argument("--json", action="store_true", help="print JSON instead of plain text")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints and returns 0, whatever is missing."""
+    """Prints all sections and returns 0, whatever is missing."""
     data = collect()
     print(json.dumps(data, indent=2) if args.json else "\n".join(lines(data)))
     return 0

@@ -1,4 +1,4 @@
-"""``python -m ckptkern convert``, ``report`` and ``frontier``, each of FILE:FUNCTION: a model of yours."""
+"""Runs ``python -m ckptkern convert``, ``report`` and ``frontier`` on the model of FILE:FUNCTION."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ from ..planning import frontier, plan, report
 from ..planning.plan import arguments_of
 
 OF_A_MODEL = """\
-FUNCTION takes no arguments and returns the model, or (model, inputs): a
-tensor, a tuple of positional arguments, or a dict of keyword arguments,
-{size}:
+Example: python -m ckptkern {command}
+
+FUNCTION takes no arguments and returns the model, or (model, inputs). The
+inputs are a tensor, a tuple of positional arguments or a dict of keyword
+arguments, {size}:
 
     def build():
         model = LlamaForCausalLM(LlamaConfig(...))
         ids = torch.randint(0, 100, (2, 16))
         return model, {{"input_ids": ids, "labels": ids, "use_cache": False}}
 
-With labels the call computes the loss, which can then be fused with the head.
+With labels the call computes the loss, which can be fused with the LM head.
 """
 HELP = {
-    "convert": OF_A_MODEL.format(size="as small as the model accepts"),
-    "report": OF_A_MODEL.format(size="of the size that training has"),
+    "convert": OF_A_MODEL.format(command="convert model.py:build", size="as small as the model accepts"),
+    "report": OF_A_MODEL.format(command="report model.py:build --budget 20GiB", size="of the training size"),
     "frontier": """\
-FUNCTION takes no arguments and returns (model, make_inputs): make_inputs takes
-a size, such as a number of tokens, and returns the inputs of a step of that
-size: a tensor, a tuple of positional arguments, or a dict of keyword arguments:
+Example: python -m ckptkern frontier model.py:build --budget 24GiB
+
+FUNCTION takes no arguments and returns (model, make_inputs). make_inputs takes
+a size, such as a number of tokens, and returns a step's inputs of that size: a
+tensor, a tuple of positional arguments or a dict of keyword arguments:
 
     def build():
         def inputs(tokens):
@@ -48,46 +52,49 @@ size: a tensor, a tuple of positional arguments, or a dict of keyword arguments:
 
         return LlamaForCausalLM(LlamaConfig(...)), inputs
 
-With labels the LM head and loss are in the step.
+With labels the step contains the LM head and the loss.
 """,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command that the parser is of."""
+    """Adds the arguments of the parser's command."""
     command, add = parser.prog.rpartition(" ")[2], parser.add_argument
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, HELP[command]
-    add("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
+    add("target", metavar="FILE:FUNCTION", help="a file or importable module, and a function in it")
     if command == "frontier":
-        add("--budget", required=True, metavar="SIZE", help="bytes that a step may allocate at its peak, such as 24GiB")
+        add(
+            "--budget", required=True, metavar="SIZE", help="memory that a step may allocate at its peak, such as 24GiB"
+        )
         add("--multiple", type=int, default=64, metavar="N", help="try multiples of this size (default: %(default)s)")
-        add("--limit", type=int, metavar="N", help="try no larger size")
+        add("--limit", type=int, metavar="N", help="largest size to try")
         return
-    add("--csv", type=Path, metavar="FILE", help="write a row for each module, or region and mode, to this file")
     if command == "report":
-        add("--figure", type=Path, metavar="FILE", help="draw memory over the step into this file (needs matplotlib)")
         bound = parser.add_mutually_exclusive_group()
-        for name, what in (("budget", "peak"), ("saved", "number of saved bytes")):
-            text = f"show what ckptkern.plan chooses for this {what}, such as 20GiB (needs scipy)"
+        for name, amount in (("budget", "peak of a step"), ("saved", "size of the saved tensors")):
+            text = f"show what ckptkern.plan chooses for this {amount}, such as 20GiB (needs scipy)"
             bound.add_argument(f"--{name}", metavar="SIZE", help=text)
+        add("--figure", type=Path, metavar="FILE", help="draw memory over a step into this file (needs matplotlib)")
+        add("--csv", type=Path, metavar="FILE", help="write a row for each region and mode to this file")
         return
-    add("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
+    add("--recompute", choices=MODES, default="selective", help="recompute mode (default: %(default)s)")
     add("--workspace", metavar="SIZE", help="transient memory of each region, such as 16MiB (default: the device's)")
-    for name, what in (("include", "only"), ("exclude", "no")):
-        text = f"{what} modules of this name, wildcards allowed; may be repeated"
+    for name, verb in (("include", "convert only"), ("exclude", "do not convert")):
+        text = f"{verb} modules of this name; wildcards are allowed, and the option may be repeated"
         add(f"--{name}", action="append", metavar="NAME", help=text)
     add(
         "--otherwise",
         choices=OTHERWISE,
         default="checkpoint",
-        help="what becomes of a layer that is not one fused op: an activation checkpoint where that saves less, or left "
+        help="make a layer that is not one fused op an activation checkpoint where that saves less, or leave it "
         "(default: %(default)s)",
     )
+    add("--csv", type=Path, metavar="FILE", help="write a row for each module to this file")
 
 
 def load(target: str, again: bool = True) -> Callable[..., Any]:
-    """The function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run a second time, so
-    its classes stay the same. Raises ValueError with what is wrong."""
+    """Returns the function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run again, so
+    that its classes stay the same. Raises ValueError with the reason."""
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         raise ValueError(f"wanted FILE:FUNCTION but got {target!r}")
@@ -100,7 +107,7 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
             sys.path.insert(0, str(path.parent))
             spec = importlib.util.spec_from_file_location(path.stem, path)
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # classes of it are found when they are pickled
+            sys.modules[path.stem] = module  # so that its classes can be pickled
             spec.loader.exec_module(module)
     else:
         sys.path.insert(0, "")
@@ -117,7 +124,7 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
 
 
 def model_and_inputs(target: str) -> tuple[nn.Module, tuple, dict[str, Any]]:
-    """Returns (model, positional, keyword arguments) of what the function returns."""
+    """Returns (model, positional arguments, keyword arguments) from FILE:FUNCTION."""
     built = load(target)()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):

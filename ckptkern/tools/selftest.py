@@ -1,7 +1,7 @@
-"""Runs ``python -m ckptkern selftest``: checks the results of this installation. Paste its output into a bug report.
+"""Checks the results of this installation: ``python -m ckptkern selftest``. Paste its output into a bug report.
 
-Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64
-PyTorch (error at most twice eager PyTorch's own in that dtype), saved bytes with what the op declares.
+Masks are compared with Philox's known answer and with each other, outputs and gradients of every op with float64 PyTorch (error
+at most twice eager PyTorch's in that dtype), and saved bytes with the op's declaration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..ops.dispatch import choices as _choices
 from . import env
 
 Tensors = dict[str, Tensor]
-Result = tuple[str, str | None]  # what was checked, what is wrong with it
+Result = tuple[str, str | None]  # the check, and its fault or None
 
 TOKENS, FEATURES, HIDDEN, OUT = 72, 48, 80, 56
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 
 SIZES = {"features": FEATURES, "hidden": HIDDEN, "out": OUT}
-LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # of each op: their names, and the sizes of results and inputs
+LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # op -> name -> sizes of outputs and inputs
     "linear_act": {"": ("out", "features")},
     "linear_stack": {"0.": ("hidden", "features"), "1.": ("hidden", "hidden"), "2.": ("out", "hidden")},
     "mlp": {"fc1_": ("hidden", "features"), "fc2_": ("out", "hidden")},
@@ -43,16 +43,16 @@ LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # of each op: their names, an
 def random_inputs(
     op: str, tokens: int, sizes: dict[str, int], dtype: torch.dtype, device: torch.device | str
 ) -> Tensors:
-    """x, and the weights and biases of the op's layers by name, which keep the size of what passes through them."""
+    """Returns x and the weights and biases of the op's layers by name, scaled so that activations keep their size."""
     shapes = {"x": (tokens, sizes["features"])}
     for name, (rows, columns) in LAYERS[op].items():
         shapes |= {f"{name}weight": (sizes[rows], sizes[columns]), f"{name}bias": (sizes[rows],)}
     options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    wide, found = torch.promote_types(dtype, torch.float32), {}
+    wide, tensors = torch.promote_types(dtype, torch.float32), {}
     for name, shape in shapes.items():
         value = torch.randn(shape, dtype=wide, **options) * (shape[1] ** -0.5 if name.endswith("weight") else 1.0)
-        found[name] = value.to(dtype).requires_grad_()
-    return found
+        tensors[name] = value.to(dtype).requires_grad_()
+    return tensors
 
 
 def call(op: str, t: Tensors, **options: str) -> Tensor:
@@ -64,7 +64,7 @@ def call(op: str, t: Tensors, **options: str) -> Tensor:
 
 
 def saved_bytes(op: str, t: Tensors, **options: str) -> int:
-    """What a call saves besides parameters; on meta tensors what the op's description declares."""
+    """Returns the bytes that a call saves besides parameters; on meta tensors, the bytes that the op declares."""
     with saved_tensors(exclude=[leaf for name, leaf in t.items() if name != "x"]) as saved:
         call(op, t, **options)
     return saved.bytes
@@ -81,7 +81,7 @@ def _stack(act: Callable, t: Tensors) -> Tensor:
     return x
 
 
-# The ops in PyTorch's own, of inputs by name.
+# The ops in PyTorch's own functions, from inputs by name.
 PLAIN: dict[str, Callable[[Callable, Tensors], Tensor]] = {
     "linear_act": lambda act, t: act(_linear(t, "", t["x"])),
     "linear_stack": _stack,
@@ -95,22 +95,22 @@ CASES = [(name, act) for name in PLAIN for act in ("silu" if name == "gated_mlp"
 
 
 def gradients(function: Callable[[], Tensor], leaves: Tensors, dy: Tensor) -> Tensors:
-    """{"y": y, name: gradient of <dy, y>} for y = function() and every leaf; the leaves' .grad is None afterwards."""
+    """Returns {"y": y, name: gradient of <dy, y>} for y = function() and every leaf. The leaves' .grad is None afterwards."""
     for leaf in leaves.values():
         leaf.grad = None
     y = function()
     y.backward(dy)
-    found = {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    results = {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     for leaf in leaves.values():
         leaf.grad = None
-    return found
+    return results
 
 
-def relative_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
-    """||found - exact|| / ||exact|| for every tensor; infinite where one is missing or not finite."""
+def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
+    """Returns ||tensor - exact|| / ||exact|| for every tensor; infinity if a tensor is missing or not finite."""
     errors = {}
     for name, reference in exact.items():
-        value = found.get(name)
+        value = tensors.get(name)
         if value is None or value.shape != reference.shape or not bool(torch.isfinite(value).all()):
             errors[name] = float("inf")
             continue
@@ -120,9 +120,9 @@ def relative_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
 
 
 def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dtype) -> tuple[float, str]:
-    """(largest ratio of our error to eager's, the tensor it belongs to). A right result has at most 2.
+    """Returns the largest ratio of our error to eager's, at most 2 for a right result, and the name of its tensor.
 
-    A quarter ulp is added to eager's: rounding a result once costs up to half an ulp, also where eager was exact.
+    A quarter ulp is added to eager's error: rounding a result once costs up to half an ulp, also where eager was exact.
     """
     quarter_ulp = torch.finfo(dtype).eps / 4
     return max((ours[name] / (eager[name] + quarter_ulp), name) for name in eager)
@@ -132,7 +132,7 @@ def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dt
 
 
 def available_backends() -> Iterator[tuple[str, str]]:
-    """(device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
+    """Yields the (device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield device, "eager"
         try:
@@ -144,20 +144,20 @@ def available_backends() -> Iterator[tuple[str, str]]:
 
 
 def check_environment() -> Iterator[Result]:
-    """CKPTKERN_BACKEND names a backend. What that covers does not matter, because the other checks choose their own."""
+    """Checks that CKPTKERN_BACKEND names a backend. The other checks choose their own."""
     with contextlib.suppress(RuntimeError):
         _choices.choose_backend("selftest", torch.empty(0))
     yield "the environment variable CKPTKERN_BACKEND", None
 
 
 def keep_mask(state: Tensor, threshold: int, rows: int, cols: int, row_base: int = 0) -> Tensor:
-    """The boolean mask [rows, cols] of a tensor of one plane, true = keep."""
+    """Returns the mask [rows, cols] of a tensor of one plane, bool, True = keep."""
     return torch.ops.ckptkern.keep_mask(state, threshold, 1, rows, cols, 0, row_base, 0, row_base + rows)[0]
 
 
 def check_philox() -> Iterator[Result]:
-    """Known answer of Philox4x32-10 (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its value of 16
-    bits, and drops it above."""
+    """Checks Philox4x32-10's known answer (Salmon et al. 2011, Random123's kat_vectors): a mask keeps an element at its
+    value of 16 bits, and drops it above."""
     wrong, zeros = [], torch.zeros(2, dtype=torch.int64)
     for place, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
         for half, value in enumerate((word & 0xFFFF, word >> 16)):
@@ -167,7 +167,7 @@ def check_philox() -> Iterator[Result]:
 
 
 def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
-    """The extension's masks equal, bit for bit, those of the torch ops, of every other device and of the kernels."""
+    """Checks that the extension's masks equal, bit for bit, those of torch ops on every device and those of the kernels."""
     key = torch.tensor([0x0123456789ABCDEF, -0x123456789ABCDEF])
     # threshold, planes, rows, cols, plane_base, row_base, col_base, total_rows
     placed = (16384, 2, 70, 130, 1, 35, 17, 200)
@@ -185,7 +185,7 @@ def check_masks(backends: list[tuple[str, str]]) -> Iterator[Result]:
 
 
 def check_dropout(device: str, backend: str) -> Iterator[Result]:
-    """Forward's mask is replayed in backward from 16 bytes."""
+    """Checks that backward replays forward's mask from 16 bytes."""
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     with ops.backend(backend), saved_tensors() as saved:
         y = ops.dropout(x, P)
@@ -197,7 +197,7 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
-    """Outputs, gradients and saved bytes at the three recompute modes."""
+    """Checks outputs, gradients and saved bytes in the three recompute modes."""
     unfused = functools.partial(PLAIN[name], ACTIVATIONS[activation])
     leaves = random_inputs(name, TOKENS, SIZES, dtype, device)
     on_meta = {key: torch.empty_like(leaf, device="meta").requires_grad_() for key, leaf in leaves.items()}
@@ -211,23 +211,23 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
         with ops.backend("eager"):
             wanted = saved_bytes(name, on_meta, **options)
         with ops.backend(backend):
-            saved, found = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
-        ratio, worst = error_ratio(relative_errors(found, exact), eager, dtype)
+            saved, results = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
+        ratio, worst = error_ratio(relative_errors(results, exact), eager, dtype)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
         faults += [] if saved == wanted else [f"saves {saved} B, declared are {wanted}"]
-        what = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
-        yield f"{what}: error {ratio:.2f} of eager's, {saved / TOKENS:g} B/token", "; ".join(faults) or None
+        title = f"{name} {activation} {mode}, {str(dtype).removeprefix('torch.')}, {device} {backend}"
+        yield f"{title}: error {ratio:.2f} of eager's, {saved / TOKENS:g} B/token", "; ".join(faults) or None
 
 
 def checks() -> Iterator[Iterator[Result]]:
-    """Every check in order; each runs as its results are read."""
+    """Yields every check in order; each runs as its results are read."""
     backends = list(available_backends())
     yield check_environment()
     yield check_philox()
     yield check_masks(backends)
     for device, backend in backends:
         yield check_dropout(device, backend)
-    # on a GPU also by default, where libraries run most matmuls
+    # on a GPU also the default backend, where libraries run most matmuls
     by_default = [("cuda", "auto")] if ("cuda", "triton") in backends else []
     for device, backend in (*backends, *by_default):
         dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (device == "cuda")
@@ -236,7 +236,7 @@ def checks() -> Iterator[Iterator[Result]]:
 
 
 def emulated_checks() -> Iterator[Iterator[Result]]:
-    """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
+    """Yields checks of kernels as Triton compiles them here for A100, H100 and H200, run by the emulator on any machine."""
     if hint := missing("numpy", "triton"):
         raise RuntimeError(hint)
     emulated = from_checkout("emulator.emulated", "selftest --emulated").emulated
@@ -253,20 +253,21 @@ def emulated_checks() -> Iterator[Iterator[Result]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``python -m ckptkern selftest``."""
+    """Adds the arguments of ``python -m ckptkern selftest``."""
     parser.description = (
-        "Check kernels against float64, masks against each other, saved bytes against the documentation."
+        "Check this installation: results against float64, dropout masks against each other, saved bytes against "
+        "the ops' declarations. Paste the output into a bug report."
     )
-    parser.add_argument("--quiet", action="store_true", help="print failures and the last line only")
+    parser.add_argument("--quiet", action="store_true", help="print only failures and the last line")
     parser.add_argument(
         "--emulated",
         action="store_true",
-        help="instead, compile kernels for A100 and H100 and run their code on the CPU: is it right? Needs a checkout",
+        help="instead, compile kernels for A100 and H100 and check their code in an emulator on the CPU; needs a checkout",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints one line per check, and returns 1 if one failed."""
+    """Prints one line per check. Returns 1 if a check failed, else 0."""
     begin = time.perf_counter()
     if not args.quiet:
         data = env.collect()
@@ -279,10 +280,10 @@ def main(args: argparse.Namespace) -> int:
                 results = list(check)
             except Exception as error:  # a kernel that does not compile is a finding, and the other checks still run
                 results = [(f"check {done + 1}", f"{type(error).__name__}: {error}")]
-            for what, fault in results:
+            for title, fault in results:
                 done, failed = done + 1, failed + bool(fault)
                 if fault or not args.quiet:
-                    print(f"FAIL {what}: {fault}" if fault else f"ok   {what}", flush=True)
+                    print(f"FAIL {title}: {fault}" if fault else f"ok   {title}", flush=True)
     seconds = time.perf_counter() - begin
     print(f"{failed} of {done} checks FAILED" if failed else f"all {done} checks passed in {seconds:.0f} s")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""Defines ckptkern.warm_up, which runs one training step to compile its kernels and restores all other state."""
+"""Compiles a model's kernels by one training step, and restores all other state (`ckptkern.warm_up`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..extras import progress
 
 
 class Kernel(NamedTuple):
-    """A kernel that was compiled, or read if it is `cached` (Triton's cache on disk had it), and the seconds that it took."""
+    """A kernel that was compiled, or read from Triton's cache on disk if `cached`, and the seconds that it took."""
 
     name: str
     seconds: float
@@ -29,11 +29,10 @@ class Kernel(NamedTuple):
 
 @dataclass
 class WarmUp:
-    """Lists what ``ckptkern.warm_up`` compiled: a (name, seconds, cached) per kernel, in the order of the step.
+    """Kernels that ``ckptkern.warm_up`` compiled, in the order of the step.
 
-    seconds: of the whole step, compilation included. launches: of compiled kernels. c_modules: seconds of each C module that
-    Triton built in order to launch kernels: one for a process, and until Triton 3.7 one for each signature of a kernel, at its
-    first launch. They need gcc or clang and Python.h. ``print(warm_up)`` shows a summary.
+    seconds: of the whole step. launches: of compiled kernels. c_modules: seconds of each C module that Triton built for
+    launches.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -43,12 +42,12 @@ class WarmUp:
 
     @property
     def names(self) -> list[str]:
-        """Of the kernels, each once; a kernel is compiled again for another dtype, option or divisibility of a size."""
+        """Returns the names of the kernels, each once."""
         return list(dict.fromkeys(kernel.name for kernel in self.kernels))
 
     @property
     def count(self) -> int:
-        """Of the kernels that were compiled or read from Triton's cache."""
+        """Returns the number of kernels."""
         return len(self.kernels)
 
     def __str__(self) -> str:
@@ -69,14 +68,14 @@ class WarmUp:
 
 @contextlib.contextmanager
 def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
-    """Every kernel that Triton compiles or reads from its cache inside the block, in any thread of this process, and what it
-    builds in C for their launches."""
-    found = WarmUp()
+    """Records every kernel that Triton compiles or reads from its cache inside the block, in any thread, and the C modules
+    built to launch them."""
+    compiled = WarmUp()
     try:
         from triton import knobs
         from triton.runtime import build
-    except ImportError:  # then there is none
-        yield found
+    except ImportError:  # without Triton there are no kernels
+        yield compiled
         return
     before, builder, seen = knobs.compilation.listener, build._build, set()
 
@@ -86,22 +85,22 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         if event["metadata"]["hash"] not in seen:  # another device of the same kind asks for it again
             seen.add(event["metadata"]["hash"])
             name = event["src"].name
-            found.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
-            shown(name, len(found.kernels))
+            compiled.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
+            shown(name, len(compiled.kernels))
 
     def launched(metadata: Any) -> None:
-        found.launches += 1
+        compiled.launches += 1
 
     def built(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         library = builder(*args, **kwargs)
-        found.c_modules.append(time.perf_counter() - started)
+        compiled.c_modules.append(time.perf_counter() - started)
         return library
 
     knobs.compilation.listener, build._build = listener, built
     knobs.runtime.launch_enter_hook.add(launched)
     try:
-        yield found
+        yield compiled
     finally:
         knobs.compilation.listener, build._build = before, builder
         knobs.runtime.launch_enter_hook.remove(launched)
@@ -111,52 +110,43 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
+    """Returns the input at its own address, on whose alignment kernels depend, without its graph and gradient."""
     leaf = as_input(tensor)
-    return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
+    return leaf if tensor.is_leaf else leaf.clone()  # a module may write into a tensor that is not a leaf
 
 
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward in training mode, and backward outside of autocast, as training calls it."""
-    if not model.training:  # a model in training may hold frozen parts, which stay so
+    """Runs forward in training mode, and backward outside of autocast, as training does."""
+    if not model.training:  # only then: a model in training may have parts in evaluation
         model.train()
     results = differentiated(model(*args, **kwargs))
-    if not any(one.requires_grad for one in results):
+    if not any(tensor.requires_grad for tensor in results):
         raise ValueError("warm_up: wanted an output with a gradient, but no tensor that the model returned has one")
     with contextlib.ExitStack() as stack:
-        for kind in {one.device.type for one in results}:
+        for kind in {tensor.device.type for tensor in results}:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
 
 
 def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> WarmUp:
     """Runs one training step, forward and backward, to compile every kernel that it launches.
 
         with torch.autocast("cuda", torch.bfloat16):
-            print(ckptkern.warm_up(model, x))        # 9 kernels in 6.1 s, 0 of them from Triton's cache on disk; ...
+            print(ckptkern.warm_up(model, x))
 
-    Call it before a CUDA graph capture, which cannot compile, and before timing. Use the autocast, `requires_grad` and
-    shapes of training, because kernels are compiled for dtypes and for sizes that are multiples of 16. It does not
-    replace the warm-up steps on a side stream that torch needs before a capture.
+    Call it before timing and before a CUDA graph capture, with the autocast, `requires_grad` and shapes of training, on all
+    ranks. The step runs in training mode and differentiates the output's `loss`, its scalars or its tensors. Buffers,
+    gradients, modules' attributes, inputs and random states are restored; the state of other objects is not.
 
-    The step differentiates the output's `loss` if there is one, or its scalars, or else its tensors, with ones. A model in
-    evaluation runs in training mode. On a CPU the step runs in PyTorch ops and compiles no kernel.
+    example_inputs, example_kwargs: a call of the model.
 
-    It restores all state bit for bit, even if the step raises an error: buffers (BatchNorm's statistics), `.grad` and
-    `main_grad`, training flags, attributes of modules with their lists, dicts and generators, the inputs, and the
-    random states of Python, NumPy and torch. It does not write parameters, and does not run hooks on accumulated
-    gradients. It cannot restore state of other objects, such as a counter in a forward hook. It needs the memory of a
-    training step, and of a second set of gradients if gradients exist. All ranks that share the model must call it.
-
-    example_inputs, example_kwargs: a call of the model. Returns a WarmUp.
-    Raises TypeError if model is not an nn.Module; ValueError for missing inputs, parameters of lazy modules, an output
-    without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError in inference mode, while a CUDA graph is
-    captured, or if forward itself changed a parameter in place; what the model raises.
+    Raises TypeError if model is not an nn.Module; ValueError for missing inputs, lazy parameters, an output without a gradient
+    and FullyShardedDataParallel; RuntimeError in inference mode, during a capture, or if forward changes a parameter in place.
     """
     call = example_inputs, example_kwargs
     check_tensors("warm_up", model, call)
     if not any(call):
-        raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
+        raise ValueError("warm_up: example inputs are missing. Pass the inputs of a training step after the model")
     check_not_fsdp1(model, "warm_up")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
@@ -172,18 +162,18 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             # Megatron-LM's sums of gradients, to which backward would add
             setting([p for p in model.parameters() if hasattr(p, "main_grad")], "main_grad", None),
             progress("warm_up") as shown,
-            compilations(shown) as found,
+            compilations(shown) as compiled,
         ):
             step(model, *mapped(as_leaf, call))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:
-        torch.clear_autocast_cache()  # of casts whose graph the step's backward freed
-    for name, parameter, version in versions:  # a copy of all would take their memory once more
+        torch.clear_autocast_cache()  # the cached casts belong to a graph that backward freed
+    for name, parameter, version in versions:  # versions, because copies would take the parameters' memory again
         if parameter._version != version:
             raise RuntimeError(
                 f"warm_up: the step changed the parameter {name} in place, which warm_up cannot undo. "
                 "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
             )
-    found.seconds = time.perf_counter() - started
-    return found
+    compiled.seconds = time.perf_counter() - started
+    return compiled

@@ -116,7 +116,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def settle(config: Namespace) -> None:
-    """Fills in the defaults of the device. Raises ValueError for options that make no sense or do not go together."""
+    """Fills in the device's defaults. Raises ValueError for invalid or inconsistent options."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: wanted cuda but torch sees no CUDA device")
     if config.device == "auto":
@@ -151,12 +151,12 @@ def settle(config: Namespace) -> None:
 
 
 def label(config: Namespace, variant: str) -> str:
-    """Returns what tables and pictures call a variant."""
+    """Returns a variant's name in tables and figures."""
     return VARIANTS[variant].label.format(**vars(config))
 
 
 def title(config: Namespace) -> str:
-    """Returns the run in a line."""
+    """Returns one line that describes the run."""
     experts = f" of {config.experts} experts, {config.top_k} a token" if config.experts else ""
     dropout = f", dropout {config.dropout:g}" if config.dropout else ""
     return (

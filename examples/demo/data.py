@@ -1,4 +1,4 @@
-"""The demo's text, its tokens, and the batches drawn from them."""
+"""Loads the demo's text, tokenizes it, and draws batches."""
 
 from __future__ import annotations
 
@@ -44,24 +44,26 @@ def load_text(root: Path | None = None, max_bytes: int = 2**24) -> list[bytes]:
 
 
 def load_corpus(vocabulary: int, max_bytes: int) -> tuple[Tensor, list[bytes]]:
-    """Returns the standard library's source text, as tokens of a vocabulary of its own."""
+    """Returns the standard library's source text, as tokens of its own vocabulary."""
     return tokenized(b"".join(load_text(max_bytes=max_bytes)), vocabulary)
 
 
 def tokenized(text: bytes, size: int) -> tuple[Tensor, list[bytes]]:
-    """Returns ids, int64 [n], and the bytes of each of `size` tokens, or fewer if the text has no more words.
+    """Returns ids, int64 [n], and the bytes of each of `size` tokens, or of fewer if the text has few words.
 
-    The vocabulary is the 256 bytes and the text's most frequent words; a word that is not in it is spelled in bytes.
+    The vocabulary is the 256 bytes and the text's most frequent words; other words are spelled in bytes.
     """
     words = WORD.findall(text)
     counts = collections.Counter(word for word in words if len(word) > 1)
     vocabulary = [*(bytes([byte]) for byte in range(256)), *(word for word, _ in counts.most_common(size - 256))]
     token = {word: place for place, word in enumerate(vocabulary)}
-    return torch.tensor([one for word in words for one in ([token[word]] if word in token else word)]), vocabulary
+    return torch.tensor(
+        [token_id for word in words for token_id in ([token[word]] if word in token else word)]
+    ), vocabulary
 
 
 def batches(config: Namespace, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens, next tokens) for each step, int64 [batch_size, seq_len] each, drawn from the seed alone, so that every
+    """Yields (tokens, next tokens) for each step, int64 [batch_size, seq_len] each, drawn from the seed alone, so that every
     variant trains on the same batches."""
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):

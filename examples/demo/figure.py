@@ -1,4 +1,4 @@
-"""The demo's figure: memory over one step, the plane of time and peak, and the losses."""
+"""Plots the demo's figure: memory over one step, peak against time, and the losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's GPT, in PyTorch's own layers; ``ckptkern.convert`` makes the fused variants of it."""
+"""Defines the demo's GPT, in PyTorch's own layers, which ``ckptkern.convert`` turns into the fused variants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLE = 32  # tokens with which convert traces and checks the model
 
 
 class GroupedExperts(ckptkern.nn.Experts):
-    """The parameters of ckptkern's experts, by torch's ops alone."""
+    """Gated experts with the parameters of ckptkern's, in torch's ops."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tensors, kind = (hidden_states, self.gate_up_proj, self.down_proj), hidden_states.device.type
@@ -31,11 +31,11 @@ class GroupedExperts(ckptkern.nn.Experts):
 
 
 class MoE(nn.Module):
-    """Every token through the `top_k` experts that the router likes best, weighted by its probabilities, which are scaled to a
-    sum of 1 (Mixtral). A token passes as many weights as in the plain MLP of 4 d_model.
+    """A mixture of experts: sends every token through the `top_k` experts that the router prefers, weighted by its
+    probabilities scaled to a sum of 1 (Mixtral). A token uses as many weights as in the plain MLP of 4 d_model.
 
-    choice: the experts [T, k] of this step of training. The first forward puts them there, and others with the list follow,
-    because a token between two experts goes either way by a rounding, and from there on no two runs compare.
+    choice: the experts [T, k] of this training step. The first forward stores them, and other models with the same list follow:
+    a token between two experts goes either way by a rounding error, after which runs cannot be compared.
     """
 
     def __init__(self, config: Namespace) -> None:
@@ -47,7 +47,7 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(config.experts, config.d_model, hidden, config.activation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, S, d] -> (y alike, the router's imbalance)."""
+        """Returns y [B, S, d] of x [B, S, d], and the router's imbalance."""
         rows = x.flatten(0, -2)
         probabilities = self.router(rows).softmax(-1, dtype=torch.float32)
         index = probabilities.topk(self.top_k, -1).indices
@@ -60,8 +60,9 @@ class MoE(nn.Module):
 
 
 def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
-    """The auxiliary loss of Switch Transformer (arXiv 2101.03961), E sum_e f_e P_e: f_e is the part of the token-expert
-    pairs index [T, k] that expert e has, P_e its mean of probabilities [T, E]. 1 where all experts have alike, at most E."""
+    """Computes Switch Transformer's auxiliary loss (arXiv 2101.03961), E sum_e f_e P_e. f_e is expert e's share of the
+    token-expert pairs in index [T, k], P_e its mean probability of [T, E]. It is 1 if all experts have equal shares, at most
+    E."""
     experts = probabilities.shape[1]
     pairs = (index[..., None] == torch.arange(experts, device=index.device)).sum((0, 1))
     return experts * (pairs / index.numel() * probabilities.mean(0)).sum()
@@ -87,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder: (tokens, next tokens) int64 [B, S] each -> (mean cross-entropy in nats a token, mean imbalance of its
+    """A decoder: (tokens, next tokens) int64 [B, S] each -> (mean cross-entropy in nats per token, mean imbalance of the
     routers). ``variant`` chooses what is checkpointed, never the ``state_dict``."""
 
     def __init__(self, config: Namespace, variant: str) -> None:
@@ -112,7 +113,7 @@ class GPT(nn.Module):
 
 
 def chunked_loss(x: Tensor, head: nn.Linear, targets: Tensor, chunks: int) -> Tensor:
-    """The loss in checkpointed chunks of tokens, as users write it: one chunk's logits are in memory at a time."""
+    """Computes the loss in checkpointed chunks of tokens, as users write it: only one chunk's logits are in memory."""
 
     def part(x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(x), targets, reduction="sum")

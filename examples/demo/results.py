@@ -1,4 +1,4 @@
-"""The results of the demo's runs: the table, what it says in words, and the files of them."""
+"""Summarizes the demo's runs: the table, its conclusion in words, and the files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HEADINGS = ("variant", "loss", "saved", "peak", "ms", "ratio", "p20–p80")
 
 
 class Row(NamedTuple):
-    """A row of the table. loss: in nats a token, of the last step. ratio: the median, over steps, of the step's time over
-    the first variant's time of the same step; its 20th and 80th percentile beside it. difference: the largest relative one
-    of the losses from the first variant's; limited: whether it may be no more than AGREEMENT."""
+    """A row of the table. loss: of the last step, in nats per token. ratio: the median, over steps, of the step's time over
+    the first variant's time of the same step; with its 20th and 80th percentile. difference: the largest relative difference
+    of the losses from the first variant's. limited: whether it must be at most AGREEMENT."""
 
     variant: str
     label: str
@@ -44,17 +44,17 @@ class Row(NamedTuple):
 def summarize(config: Namespace, runs: list[Run]) -> list[Row]:
     """Returns a row per variant.
 
-    Times are compared with the first variant's step by step: other programs slow both in the same moments. The steps up to
-    the measured one are warm-up and not timed, unless there are no others.
+    Times are compared with the first variant's step by step: other programs slow both at the same moments. The steps up to the
+    measured one are warm-up and not timed, unless there are no others.
 
-    Differences have a limit in fp32 on the CPU. Lower precisions and other devices sum in other orders, and training
-    amplifies that. With dropout, torch's masks and ckptkern's come from different streams, so their curves are two samples.
+    Differences are limited in fp32 on the CPU. Lower precisions and other devices sum in other orders, and training amplifies
+    that. With dropout, torch's masks and ckptkern's come from different streams, so their curves are two samples.
     """
     first, warmup = runs[0], measured_step(config) + 1
     exact = config.device == "cpu" and config.dtype == "fp32"
     rows = []
     for run in runs:
-        times, firsts = (one.milliseconds[warmup:] or one.milliseconds for one in (run, first))
+        times, firsts = (timed.milliseconds[warmup:] or timed.milliseconds for timed in (run, first))
         ratios = sorted(time / base for time, base in zip(times, firsts, strict=True))
         differences = [abs(b - a) / abs(a) for a, b in zip(first.losses, run.losses, strict=True)]
         row = Row(
@@ -75,8 +75,8 @@ def summarize(config: Namespace, runs: list[Run]) -> list[Row]:
 
 
 def gain(rows: list[Row]) -> str | None:
-    """Returns the table in one sentence: the lowest peak of ckptkern's beside eager's and the lowest of the others. None if
-    one of these was not run."""
+    """Returns one sentence that compares ckptkern's lowest peak with eager's and the lowest of the others. None if one of
+    these did not run."""
     eager = [row for row in rows if row.variant == "eager"]
     ours = [row for row in rows if VARIANTS[row.variant].ours]
     others = [row for row in rows if row not in eager + ours]
@@ -95,7 +95,7 @@ def gain(rows: list[Row]) -> str | None:
 
 
 def verdict(config: Namespace, row: Row, first: Row) -> str:
-    """Says how far the losses of a variant are from the first's, and what limit that has."""
+    """Returns the losses' difference from the first variant's, and its limit, in words."""
     apart = f"at most {row.difference:.2g} apart, relatively" if row.difference else "equal bit for bit"
     if row.limited:
         limit = f"{'more than' if row.failed else 'within'} the limit of {AGREEMENT:g}"
@@ -128,7 +128,7 @@ def page(config: Namespace, rows: list[Row], warning: str | None) -> str:
 
 
 def write_results(config: Namespace, runs: list[Run], rows: list[Row], warning: str | None) -> None:
-    """Writes ``report.md``, and ``results.json``: settings, environment, table, and of each step its losses and times."""
+    """Writes ``report.md``, and ``results.json``: settings, environment, table, and the losses and times of each step."""
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "settings": vars(config),

@@ -60,7 +60,7 @@ def moe_layers(model: GPT) -> list[MoE]:
 
 
 def train_step(config: Namespace, run: Run, batch: tuple[Tensor, Tensor], step: int) -> None:
-    """Forward, backward and optimizer; appends loss and milliseconds, and counts the bytes of the step to measure.
+    """Runs forward, backward and the optimizer; appends loss and milliseconds, and counts the bytes of the step to measure.
 
     Gradients stay allocated from step to step, so what is measured is activations and transient memory.
     """

@@ -101,7 +101,7 @@ def row(impl: str, ms: float) -> measure.Row:
 
 def timed(features: int, **ms: float) -> autotune.Outcome:
     problem = PROBLEM._replace(features=features, out=features)
-    return autotune.Outcome(problem, "library", {name: row(name, one) for name, one in ms.items()})
+    return autotune.Outcome(problem, "library", {name: row(name, time) for name, time in ms.items()})
 
 
 @pytest.mark.parametrize(
@@ -241,14 +241,14 @@ def test_the_table_is_written_and_followed(kernels_are_quicker, capsys):
     forget()
     assert impl() == "library"
     assert main(["autotune", "--reset"]) == 0
-    assert "there is no table" in capsys.readouterr().out
+    assert "this machine has no table" in capsys.readouterr().out
 
 
 def test_nothing_is_written_in_a_dry_run_or_without_time(kernels_are_quicker, cache, capsys):
     arguments = ["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main([*arguments, "--minutes", "0"]) == 1
-    assert "the time is over: 1 of 1 matmuls were not reached. The same command" in capsys.readouterr().out
+    assert "the time is over: 1 of 1 matmuls were not measured. The same command" in capsys.readouterr().out
     assert not list(cache.iterdir())
 
 
@@ -268,12 +268,12 @@ def test_the_matmuls_of_a_model(tmp_path, kernels_are_quicker, capsys):
     """Of its ops that have a choice: a chain of narrow layers has none."""
     file = tmp_path / "its_model.py"
     file.write_text(MODEL)
-    found = autotune.of_model(f"{file}:build")
-    assert found == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
+    problems = autotune.of_model(f"{file}:build")
+    assert problems == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
     parser = argparse.ArgumentParser()
     autotune.add_arguments(parser)
     asked = parser.parse_args(["--model", f"{file}:build", "--tokens", "9", "--dtype", "bf16"])
-    assert autotune.problems(asked, CPU) == [autotune.Problem(*one[:4], BF16, 9) for one in found]
+    assert autotune.problems(asked, CPU) == [autotune.Problem(*problem[:4], BF16, 9) for problem in problems]
     assert main(["autotune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
     assert "--ops cannot be combined with it" in capsys.readouterr().err
     assert main(["autotune", "--model", f"{file}:plain"]) == 2
@@ -339,7 +339,7 @@ def test_without_a_home_nothing_is_tuned(two_routes, monkeypatch):
 
 def test_nothing_can_be_chosen_where_no_kernel_runs(capsys):
     assert main(["autotune", "--ops", "mlp", "--device", "cpu"]) == 2
-    assert "nothing can be chosen on cpu: only PyTorch's ops run there" in capsys.readouterr().err
+    assert "cpu offers no choice: only PyTorch's ops run there" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_measuring(two_routes, tmp_path, monkeypatch, capsys):
@@ -355,17 +355,17 @@ def test_the_next_run_begins_with_what_is_left(kernels_are_quicker, monkeypatch,
     quick, seconds, reached = autotune.timed, [0.0], []
     monkeypatch.setattr(autotune, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
 
-    def timed(problem, *given):
+    def timed(problem, *args):
         reached.append(problem.features)
         seconds[0] += 61
-        return quick(problem, *given)
+        return quick(problem, *args)
 
     monkeypatch.setattr(autotune, "timed", timed)
     arguments = ["--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40,300x40", "--tokens", "16", "--minutes", "1"]
     for after in ([24], [24, 300], [24, 300, 24]):
         assert main(["autotune", *arguments]) == 0
         assert reached == after
-        said = "the time is over: 1 of 2 matmuls were not reached. The same command again begins with them"
+        said = "the time is over: 1 of 2 matmuls were not measured. The same command starts with them"
         assert said in capsys.readouterr().out
     forget()
     assert [impl(features=features) for features in (24, 300)] == ["triton", "triton"]
@@ -386,19 +386,19 @@ def test_what_is_measured_by_default(two_routes):
     """The most valuable first: bfloat16, 2048 features."""
     parser = argparse.ArgumentParser()
     autotune.add_arguments(parser)
-    found = autotune.problems(parser.parse_args([]), CPU)
-    assert found[0] == autotune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
-    assert len(set(found)) == len(found) == 3 * 5 * 2
-    assert [(one.dtype, one.tokens) for one in found[::15]] == [(BF16, 8192), (FP16, 8192)]
+    problems = autotune.problems(parser.parse_args([]), CPU)
+    assert problems[0] == autotune.Problem("mlp", 2048, 8192, 2048, BF16, 8192)
+    assert len(set(problems)) == len(problems) == 3 * 5 * 2
+    assert [(problem.dtype, problem.tokens) for problem in problems[::15]] == [(BF16, 8192), (FP16, 8192)]
     others = autotune.problems(parser.parse_args(["--tokens", "9", "--dtype", "fp32", "bf16"]), CPU)
-    assert [(one.dtype, one.tokens) for one in others[::15]] == [(torch.float32, 9), (BF16, 9)]
+    assert [(problem.dtype, problem.tokens) for problem in others[::15]] == [(torch.float32, 9), (BF16, 9)]
 
 
 def test_an_older_table_is_made_anew(kernels_are_quicker, capsys):
     write()
     file_of_this_machine().write_text(file_of_this_machine().read_text().replace('"format": 4', '"format": 3'))
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
-    why = "is made anew, because another version of ckptkern wrote it: its format is 3, not 4"
+    why = "is written anew, because another version of ckptkern wrote it: its format is 3, not 4"
     assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
     assert [*_tuned.table("cpu", None)] == [("mlp", "float16", 512)]
 

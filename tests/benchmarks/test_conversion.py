@@ -20,7 +20,7 @@ def test_a_sound_conversion():
     assert (result.verdict, result.replaced, result.whole, result.layers) == ("whole", {"transformer_layer": 2}, 2, 2)
     assert result.saved_checkpoint < result.saved_converted < result.saved_eager
     assert max(result.loss_error, result.gradient_error) < 1e-5
-    curves = [measure.curve(one, inputs, 3) for one in (model, model)]
+    curves = [measure.curve(module, inputs, 3) for module in (model, model)]
     assert curves[0][-1] > curves[1][-1], "it trains"
 
 

@@ -53,21 +53,21 @@ LORA = models.LoRA(4, torch.float32)
 @pytest.fixture(scope="module")
 def on_meta(config):
     """(is_ours, adapters) -> the model."""
-    made = {
+    meta_models = {
         (ours, lora): models.built(config, torch.float32, "meta", lora)
         for ours in (False, True)
         for lora in (None, LORA)
     }
     for lora in (None, LORA):
-        models.convert_like_narrow(made[True, lora], lora)
-    return made
+        models.convert_like_narrow(meta_models[True, lora], lora)
+    return meta_models
 
 
 def with_peft(model):
     """peft's own adapters, of the same number of parameters."""
     peft = pytest.importorskip("peft")
-    given = peft.LoraConfig(r=LORA.rank, lora_alpha=2 * LORA.rank, target_modules="all-linear")
-    return peft.inject_adapter_in_model(given, model).train()
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=2 * LORA.rank, target_modules="all-linear")
+    return peft.inject_adapter_in_model(config, model).train()
 
 
 def quiet(monkeypatch):
@@ -102,7 +102,7 @@ def test_counted_peaks_are_measured_ones(key, lora, config, on_meta, monkeypatch
     counted = variants.count_all(meta, first, variant, 1, TOKENS, WORKSPACE)
     real = models.built(config, torch.float32, "cpu")
     real = real if lora is None else with_peft(real)
-    trained = [sum(p.numel() for p in one.parameters() if p.requires_grad) for one in (meta, real)]
+    trained = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in (meta, real)]
     assert trained[0] == trained[1]
     ids = torch.randint(0, 2000, (1, TOKENS))
     if variant.is_ours:
@@ -143,11 +143,11 @@ def test_each_function_allocates_as_liger_s(name, monkeypatch):
     module, function, call = FUNCTIONS[name]
     theirs = getattr(pytest.importorskip(f"liger_kernel.ops.{module}"), function)
     quiet(monkeypatch)
-    x, found = torch.ones(1, 64, 4, 32, requires_grad=True), []
-    for one in (getattr(liger, name), theirs):
+    x, sizes = torch.ones(1, 64, 4, 32, requires_grad=True), []
+    for implementation in (getattr(liger, name), theirs):
 
-        def run(one=one):
-            y = call(one.apply, x, one is not theirs)
+        def run(implementation=implementation):
+            y = call(implementation.apply, x, implementation is not theirs)
             return y[0] if isinstance(y, tuple) else y
 
         dy = torch.ones_like(run())
@@ -157,8 +157,8 @@ def test_each_function_allocates_as_liger_s(name, monkeypatch):
         del y
         with peak_memory("cpu") as peak:
             run().backward(dy)
-        found.append((saved.bytes, peak.bytes))
-    assert found[0] == pytest.approx(found[1], rel=0.02)
+        sizes.append((saved.bytes, peak.bytes))
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
 
 
 MEASURED = {
@@ -172,19 +172,19 @@ MEASURED = {
 def test_counted_peaks_are_those_of_an_h200(name):
     """With its workspace and ckptkern's kernels, in bfloat16: those that benchmarks/results/h200 has."""
     pytest.importorskip("triton")
-    model = next(one for one in gpu_variants.ON_GPU if one.title == name)
+    model = next(row for row in gpu_variants.ON_GPU if row.title == name)
     config = CONFIG_MAPPING[model.kind](**model.shape)
-    made = {ours: models.built(config, torch.bfloat16, "meta") for ours in (False, True)}
-    models.convert_like_narrow(made[True])
-    first = models.kinds_of(made[False])
+    meta_models = {ours: models.built(config, torch.bfloat16, "meta") for ours in (False, True)}
+    models.convert_like_narrow(meta_models[True])
+    first = models.kinds_of(meta_models[False])
     with open(RESULTS, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["case"] == model.name and row["variant"] in MEASURED]
     counted, measured = {}, {}
     for row in rows:
         variant = variants.VARIANTS[MEASURED[row["variant"]]]
         size = 256 * 2**20 if variant.bounded else estimate.default_workspace("h200")
-        given = variant, model.batch, model.length, size, "h200"
-        counted[row["variant"]] = variants.count_all(made[variant.is_ours], first, *given).peak
+        arguments = variant, model.batch, model.length, size, "h200"
+        counted[row["variant"]] = variants.count_all(meta_models[variant.is_ours], first, *arguments).peak
         measured[row["variant"]] = int(row["peak_bytes"])
     assert len(counted) == len(MEASURED)
     assert counted == pytest.approx(measured, rel=1e-3)
@@ -199,8 +199,8 @@ def test_few_layers_tell_the_peak_of_many(key, config):
     model = models.built(config, torch.float32, "meta")
     if variant.is_ours:
         models.convert_like_narrow(model)
-    given = variant, 1, TOKENS, WORKSPACE
-    assert variants.count_all(model, [0] * 24, *given) == variants.count(model, *given)
+    arguments = variant, 1, TOKENS, WORKSPACE
+    assert variants.count_all(model, [0] * 24, *arguments) == variants.count(model, *arguments)
 
 
 def test_selective_checkpoints_save_attention_and_do_not_run_it_again(on_meta):
@@ -216,7 +216,7 @@ def test_selective_checkpoints_save_attention_and_do_not_run_it_again(on_meta):
 def test_adapters_are_fused_and_what_runs_otherwise_is_named(on_meta, config):
     variant, ours = variants.VARIANTS["ckptkern"], on_meta[True, LORA]
     variants.count(ours, variant, 1, 8, WORKSPACE)
-    (layer, *_) = (one for one in models.forwards_of(ours) if one.module is ours.model.layers[0])
+    (layer, *_) = (forward for forward in models.forwards_of(ours) if forward.module is ours.model.layers[0])
     assert layer.calls["fused"] > 0
     assert layer.calls["checkpointed"] == layer.calls["original"] == 0
     other = models.built(config, torch.float32, "meta", LORA)
@@ -231,7 +231,7 @@ def test_adapters_around_named_layers_of_every_kind(tmp_path):
     fields = dict(model_type="gpt2", n_embd=32, n_layer=2, n_head=4, vocab_size=100)
     config = models.read_config(str(file_of(tmp_path, fields)))
     model = models.built(config, torch.bfloat16, "meta", LORA._replace(targets=("c_attn", "mlp.c_proj")))
-    taken = [name for name, one in model.named_modules() if isinstance(one, models.Adapter)]
+    taken = [name for name, module in model.named_modules() if isinstance(module, models.Adapter)]
     assert taken == [f"transformer.h.{i}.{name}" for i in range(2) for name in ("attn.c_attn", "mlp.c_proj")]
     adapter = model.get_submodule(taken[0])
     assert (adapter.lora_A["default"].weight.shape, adapter.lora_B["default"].weight.shape) == ((4, 32), (96, 4))
@@ -242,7 +242,11 @@ def test_adapters_around_named_layers_of_every_kind(tmp_path):
 def test_modules_of_a_kind_have_the_forward_of_the_narrow_one(on_meta):
     """What is bound is of the real model alone: no tensor, module or configuration of the narrow one."""
     real = on_meta[True, None]
-    assert [one.module for one in models.forwards_of(real)] == [*real.model.layers, real.model.norm, real.lm_head]
+    assert [forward.module for forward in models.forwards_of(real)] == [
+        *real.model.layers,
+        real.model.norm,
+        real.lm_head,
+    ]
     for layer in real.model.layers:
         segment = next(iter(layer.forward.segments.values()))
         assert segment.module is layer
@@ -275,8 +279,8 @@ def test_states():
 def test_the_command(tmp_path, capsys):
     file_of(tmp_path, LLAMA)
     table, picture = tmp_path / "rows.csv", tmp_path / "picture.png"
-    given = ["estimate", str(tmp_path), "--tokens", "128", "--memory", "24MiB", "--variants", "checkpoint,ckptkern"]
-    assert main([*given, "--layers", "2", "--csv", str(table), "--picture", str(picture)]) == 0
+    arguments = ["estimate", str(tmp_path), "--tokens", "128", "--memory", "24MiB", "--variants", "checkpoint,ckptkern"]
+    assert main([*arguments, "--layers", "2", "--csv", str(table), "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
     for line in (
         "llama: 0.00 billion parameters, 2 layers",
@@ -299,8 +303,8 @@ def test_the_command_with_adapters(tmp_path, capsys):
     file_of(tmp_path, LLAMA)
     table = tmp_path / "rows.csv"
     keys = "checkpoint,checkpoint-chunks,checkpoint-liger,ckptkern-full"
-    given = ["--tokens=128", "--lora=4", "--layers=2", f"--variants={keys}", f"--csv={table}"]
-    assert main(["estimate", str(tmp_path), *given]) == 0
+    arguments = ["--tokens=128", "--lora=4", "--layers=2", f"--variants={keys}", f"--csv={table}"]
+    assert main(["estimate", str(tmp_path), *arguments]) == 0
     text = capsys.readouterr().out
     assert "LoRA of rank 4 in bfloat16: 0.0 million train" in text
     for line in (
@@ -327,7 +331,7 @@ def test_the_command_with_adapters(tmp_path, capsys):
         (LLAMA, ("--layers", "0"), "--layers: wanted auto or a positive number but got '0'"),
         (LLAMA, ("--memory", "much"), "--memory: wanted a size such as 80GiB but got much"),
         (LLAMA, ("--workspace", "big"), "--workspace: wanted a size such as 80GiB but got big"),
-        (LLAMA, ("--variants", "eager,magic"), "--variants: magic is none of eager, "),
+        (LLAMA, ("--variants", "eager,magic"), "--variants: unknown magic; choose from eager, "),
         (LLAMA, ("--tokens", "0"), "--tokens: wanted a positive number but got 0"),
         (LLAMA, ("--lora", "0"), "--lora: wanted a positive number but got 0"),
         (LLAMA, ("--lora-targets", "q_proj"), "--lora-targets and --lora-dtype go with --lora"),

@@ -96,14 +96,14 @@ def test_an_option_of_pytest_with_spaces_is_one_option(tmp_path):
         text=True,
     )
     assert """--tests='-k "launchers or graph" --lf'""" in done.stdout
-    given = gpu.parser().parse_args(["--out", "o", """--tests=-k "launchers or graph" --lf"""])
-    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2).pytest()
+    options = gpu.parser().parse_args(["--out", "o", """--tests=-k "launchers or graph" --lf"""])
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(options.tests), 2).pytest()
     assert command[command.index("-k") + 1 :][:2] == ["launchers or graph", "--lf"]
     assert str(ROOT / "tests") in command
-    one = "tests/test_docs.py::test_one"  # of the repository, although pytest runs in the folder of the build
-    command = gpu.Run(tmp_path, tmp_path, True, "", "", [one, "--lf"], 2).pytest()
-    assert str(ROOT / one) in command
-    assert not {one, str(ROOT / "tests")} & set(command)
+    test = "tests/test_docs.py::test_one"  # of the repository, although pytest runs in the folder of the build
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", [test, "--lf"], 2).pytest()
+    assert str(ROOT / test) in command
+    assert not {test, str(ROOT / "tests")} & set(command)
 
 
 def test_compiled_kernels_and_the_extension_are_taken_over(tmp_path, monkeypatch):

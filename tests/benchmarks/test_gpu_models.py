@@ -68,26 +68,28 @@ def number(row, field):
 
 
 def test_rows(first):
-    _, found = first
-    assert found.status == 0
-    assert {name for name, row in found.rows.items() if row["status"] == "ok"} == {
+    _, outcome = first
+    assert outcome.status == 0
+    assert {name for name, row in outcome.rows.items() if row["status"] == "ok"} == {
         *variants.variants("cpu")
     } - LIGER - {variants.COMPILE}
-    assert {name for name, row in found.rows.items() if row["status"] == "missing"} == LIGER
-    assert {row["tokens"] for row in found.rows.values()} == {str(LLAMA.tokens)}
-    saved = {name: number(row, "saved_bytes") for name, row in found.rows.items() if row["status"] == "ok"}
+    assert {name for name, row in outcome.rows.items() if row["status"] == "missing"} == LIGER
+    assert {row["tokens"] for row in outcome.rows.values()} == {str(LLAMA.tokens)}
+    saved = {name: number(row, "saved_bytes") for name, row in outcome.rows.items() if row["status"] == "ok"}
     assert max(saved[name] for name in OURS) < saved[variants.CHECKPOINTING] < saved[EAGER]
-    peaks = {name: number(row, "peak_bytes") for name, row in found.rows.items() if row["status"] == "ok"}
+    peaks = {name: number(row, "peak_bytes") for name, row in outcome.rows.items() if row["status"] == "ok"}
     assert peaks[BOUNDED] < peaks[variants.FULL] < peaks[variants.CHECKPOINTING] < peaks[EAGER]
-    assert all(float(row["ms"]) > 0 and int(row["rounds"]) > 1 for row in found.rows.values() if row["status"] == "ok")
+    assert all(
+        float(row["ms"]) > 0 and int(row["rounds"]) > 1 for row in outcome.rows.values() if row["status"] == "ok"
+    )
 
 
 def test_the_longest_sequence(first):
     """It fits the budget, and the next that was tried does not, or it is as long as the search goes."""
-    _, found = first
-    longest = {name: number(found.rows[name], "longest") for name in models.longest_first("cpu") if name not in LIGER}
+    _, outcome = first
+    longest = {name: number(outcome.rows[name], "longest") for name in models.longest_first("cpu") if name not in LIGER}
     assert longest[EAGER] < longest[variants.CHECKPOINTING] < longest[BOUNDED] == LLAMA.limit
-    assert "the search ends there" in found.rows[BOUNDED]["note"]
+    assert "the search ends there" in outcome.rows[BOUNDED]["note"]
     whole = variants.build(LLAMA, CPU, torch.float32)
     for tokens, fits in ((longest[EAGER], True), (longest[EAGER] + models.MULTIPLE["cpu"], False)):
         runner = variants.variants("cpu")[EAGER](whole, LLAMA.ids(CPU))
@@ -105,18 +107,18 @@ def test_a_resumed_run_measures_what_is_missing(first, tmp_path, monkeypatch, ca
     other = f"mlp/d1,eager,cpu,float32,failed{',' * (len(text[0].split(',')) - 5)}"
     again = [line.replace(",ok,", ",failed,", 1) if f",{variants.FULL}," in line else line for line in text]
     (tmp_path / "results.csv").write_text("\n".join([*again, other]) + "\n")
-    made = []
+    calls = []
     every = variants.variants("cpu")
-    noted = {name: lambda model, ids, name=name: made.append(name) or every[name](model, ids) for name in every}
+    noted = {name: lambda model, ids, name=name: calls.append(name) or every[name](model, ids) for name in every}
     monkeypatch.setattr(variants, "variants", lambda kind: noted)
-    found = ran(tmp_path)
-    assert found.status == 0
-    assert made == [EAGER, variants.FULL]
-    assert [row["case"] for row in found.others] == ["mlp/d1"]
-    assert {name: row for name, row in found.rows.items() if name != variants.FULL} == {
+    outcome = ran(tmp_path)
+    assert outcome.status == 0
+    assert calls == [EAGER, variants.FULL]
+    assert [row["case"] for row in outcome.others] == ["mlp/d1"]
+    assert {name: row for name, row in outcome.rows.items() if name != variants.FULL} == {
         name: row for name, row in before.rows.items() if name != variants.FULL
     }
-    assert found.rows[variants.FULL]["status"] == "ok"
+    assert outcome.rows[variants.FULL]["status"] == "ok"
     env = (tmp_path / "env.json").read_text()
     (tmp_path / "env.json").write_text(env.replace('"device": "cpu"', '"device": "nvidia-h100"'))
     assert ran(tmp_path).status == 2
@@ -137,10 +139,10 @@ def test_what_is_not_fused_is_no_figure_of_ours(tmp_path, monkeypatch):
     convert = variants.ckptkern.convert
     monkeypatch.setattr(models, "longest_first", lambda kind: [])
     monkeypatch.setattr(variants.ckptkern, "convert", functools.partial(convert, exclude="model.layers.1"))
-    found = ran(tmp_path)
-    assert found.status == 1
-    assert {found.rows[name]["status"] for name in OURS} == {"failed"}
-    assert "convert fused {'transformer_layer': 1" in found.rows[variants.FULL]["note"]
+    outcome = ran(tmp_path)
+    assert outcome.status == 1
+    assert {outcome.rows[name]["status"] for name in OURS} == {"failed"}
+    assert "convert fused {'transformer_layer': 1" in outcome.rows[variants.FULL]["note"]
 
 
 def test_calls_that_do_not_run_fused_are_no_figure_of_ours():
@@ -149,7 +151,7 @@ def test_calls_that_do_not_run_fused_are_no_figure_of_ours():
     runner.step(ids)
     assert runner.check_fused() == "2 transformer_layer, 1 tiled, 1 linear_cross_entropy"
     layer = runner.loss.args[0].model.layers[0]
-    layer.mlp.register_forward_hook(lambda *given: None)  # after which the layer's original forward runs
+    layer.mlp.register_forward_hook(lambda *args: None)  # after which the layer's original forward runs
     runner.step(ids)
     with pytest.raises(RuntimeError, match=r"calls of converted modules did not run fused: .*checkpointed"):
         runner.check_fused()
@@ -186,8 +188,8 @@ def test_what_is_wrong_fails_or_is_missing(tmp_path, monkeypatch, capsys):
         },
         **{"ckptkern right": variants.whole_loss},
     )
-    found = ran(tmp_path)
-    states = {name: (row["status"], bool(row["ms"])) for name, row in found.rows.items()}
+    outcome = ran(tmp_path)
+    states = {name: (row["status"], bool(row["ms"])) for name, row in outcome.rows.items()}
     assert states == {
         EAGER: ("ok", True),
         "out": ("failed", False),
@@ -197,9 +199,9 @@ def test_what_is_wrong_fails_or_is_missing(tmp_path, monkeypatch, capsys):
         "ckptkern raised": ("failed", False),
         "ckptkern right": ("ok", True),
     }
-    assert found.rows["out"]["note"] == models.OUT_OF_MEMORY
-    assert found.rows["ckptkern raised"]["note"] == "ValueError: a"
-    assert found.status == 1
+    assert outcome.rows["out"]["note"] == models.OUT_OF_MEMORY
+    assert outcome.rows["ckptkern raised"]["note"] == "ValueError: a"
+    assert outcome.status == 1
     printed = capsys.readouterr().err
     assert printed.count("NOT RIGHT") == 3
 
@@ -212,38 +214,38 @@ def test_without_eager_the_first_that_runs_is_the_reference(tmp_path, monkeypatc
         third=half_a_gradient,
         ckptkern=variants.whole_loss,
     )
-    found = ran(tmp_path)
-    assert {name: row["status"] for name, row in found.rows.items()} == {
+    outcome = ran(tmp_path)
+    assert {name: row["status"] for name, row in outcome.rows.items()} == {
         EAGER: "failed",
         "second": "ok",
         "third": "wrong",
         "ckptkern": "ok",
     }
-    assert "from second's" in found.rows["ckptkern"]["note"]
-    assert found.status == 0
+    assert "from second's" in outcome.rows["ckptkern"]["note"]
+    assert outcome.status == 0
 
 
 def test_a_step_that_takes_long_is_timed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "LONG", 0.0)
     with_variants(monkeypatch, ckptkern=variants.whole_loss)
-    found = ran(tmp_path)
-    assert found.status == 0
-    assert {row["rounds"] for row in found.rows.values()} == {"1"}
-    assert all(row["ms"] == row["p20_ms"] and float(row["ratio"]) > 0 for row in found.rows.values())
+    outcome = ran(tmp_path)
+    assert outcome.status == 0
+    assert {row["rounds"] for row in outcome.rows.values()} == {"1"}
+    assert all(row["ms"] == row["p20_ms"] and float(row["ratio"]) > 0 for row in outcome.rows.values())
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch, capsys):
     with_variants(monkeypatch, **{"ckptkern stopped": raises(KeyboardInterrupt())})
-    found = ran(tmp_path)
-    assert found.status == 1
-    assert {name: row["status"] for name, row in found.rows.items()} == {EAGER: "ok"}
+    outcome = ran(tmp_path)
+    assert outcome.status == 1
+    assert {name: row["status"] for name, row in outcome.rows.items()} == {EAGER: "ok"}
     assert run.INTERRUPTED in capsys.readouterr().err
 
 
 def test_over_the_budget_of_time(tmp_path):
-    found = ran(tmp_path, "--seconds=-1")
-    assert {row["status"] for row in found.rows.values()} == {"dropped"}
-    assert found.status == run.UNFINISHED
+    outcome = ran(tmp_path, "--seconds=-1")
+    assert {row["status"] for row in outcome.rows.values()} == {"dropped"}
+    assert outcome.status == run.UNFINISHED
 
 
 def test_a_gpu_that_a_kernel_broke(tmp_path, monkeypatch, capsys):
@@ -255,10 +257,10 @@ def test_a_gpu_that_a_kernel_broke(tmp_path, monkeypatch, capsys):
             raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(models.Run, "tidy", tidy)
-    found = ran(tmp_path)
-    assert found.status == measure.LOST_STATUS
-    assert found.rows["ckptkern broken"]["note"].startswith(measure.LOST)
-    assert found.rows[EAGER]["status"] == "ok"
+    outcome = ran(tmp_path)
+    assert outcome.status == measure.LOST_STATUS
+    assert outcome.rows["ckptkern broken"]["note"].startswith(measure.LOST)
+    assert outcome.rows[EAGER]["status"] == "ok"
     assert "the next run goes on with the other variants" in capsys.readouterr().err
     monkeypatch.setattr(variants, "build", raises(AssertionError("measured again")))
     assert ran(tmp_path).status == 0
@@ -283,16 +285,16 @@ def longest(runner, seconds=1000.0):
 
 def test_a_search():
     budget = models.CPU_BUDGET
-    found, note = longest(Allocates(budget // 5000, 2**30))
-    assert 5000 - 5000 // 32 <= found <= 5000
+    tokens, note = longest(Allocates(budget // 5000, 2**30))
+    assert 5000 - 5000 // 32 <= tokens <= 5000
     assert "at least" not in note
-    found, _ = longest(Allocates(budget // 50000, 3000))
-    assert 3000 - 2 * models.MULTIPLE["cpu"] <= found < 3000
-    found, note = longest(Allocates(2 * budget, 2**30))
-    assert found is None
+    tokens, _ = longest(Allocates(budget // 50000, 3000))
+    assert 3000 - 2 * models.MULTIPLE["cpu"] <= tokens < 3000
+    tokens, note = longest(Allocates(2 * budget, 2**30))
+    assert tokens is None
     assert "none, because 256 tokens take more" in note
-    found, note = longest(Allocates(1, 2**30), -1.0)
-    assert found is None
+    tokens, note = longest(Allocates(1, 2**30), -1.0)
+    assert tokens is None
     assert "the seconds of the search were over" in note
 
 
@@ -374,13 +376,13 @@ def test_ligers_functions_are_only_in_its_own_step():
     module = importlib.import_module(type(whole).__module__)
     before = dict(vars(module))
     reference = models.result_of(variants._eager(whole, ids), whole, ids)
-    made = variants.checkpointed(variants.shared(whole))
+    checkpointed = variants.checkpointed(variants.shared(whole))
     apply = functools.partial(patching.apply_liger_kernel_to_llama, rms_norm=False, swiglu=False)
-    around = variants.patched(module, apply, made)
+    around = variants.patched(module, apply, checkpointed)
     assert dict(vars(module)) == before
     with around():
         assert module.apply_rotary_pos_emb is not before["apply_rotary_pos_emb"]
-    runner = Runner(functools.partial(variants.whole_loss, made), around)
+    runner = Runner(functools.partial(variants.whole_loss, checkpointed), around)
     distances = models.result_of(runner, whole, ids).distances(reference)
     assert max(distances) < 1e-5
     assert distances[2] > 0, "the same bits: Liger's functions did not run"
@@ -412,7 +414,9 @@ def test_figures_of_others():
     fa2, unsloth = every["model/llama-2-7b-qlora/1x32768"]
     assert fa2.ms == pytest.approx(1e3 * 32768 / 2216)
     assert unsloth.peak == 16e9
-    assert all(one.source and one.variant.startswith("published: ") for figures in every.values() for one in figures)
+    assert all(
+        figure.source and figure.variant.startswith("published: ") for figures in every.values() for figure in figures
+    )
     fa2, _ = every["model/llama-2-7b-qlora/1x100000"]
     assert (fa2.ms, fa2.note) == (None, models.OUT_OF_MEMORY)
 

@@ -56,12 +56,12 @@ SHAPES = {  # weights of some ops at SIZES
 )
 def test_ours_are_right_at_any_sizes(op, variant):
     """Sizes that were given are those of the parameters."""
-    made = sized(op, **{name: value for name, value in variant.items() if name in micro.OPS[op].defaults})
-    model, x, dy = cases.build(made, CPU)
-    assert model.training == (not made.drops)
+    case = sized(op, **{name: value for name, value in variant.items() if name in micro.OPS[op].defaults})
+    model, x, dy = cases.build(case, CPU)
+    assert model.training == (not case.drops)
     checker = measure.Checker(model, x, dy)
-    for mode in made.modes:
-        assert checker.ratio(made.ours(model, mode))[0] <= 2
+    for mode in case.modes:
+        assert checker.ratio(case.ours(model, mode))[0] <= 2
     if not variant:
         assert SHAPES.get(op, set()) <= {tuple(p.shape) for p in model.parameters()}
         assert op != "linear_stack" or len(list(model.parameters())) == 6
@@ -70,13 +70,13 @@ def test_ours_are_right_at_any_sizes(op, variant):
 
 @pytest.mark.parametrize("op", ["baseline", *(op for op in micro.OPS if "dropout" in micro.OPS[op].defaults)])
 def test_dropout_is_drawn_where_it_is_timed(op):
-    made = sized("mlp" if op == "baseline" else op, dropout=0.5)
-    model, x, _ = cases.build(made, CPU)
+    case = sized("mlp" if op == "baseline" else op, dropout=0.5)
+    model, x, _ = cases.build(case, CPU)
     if op == "baseline":  # the model itself, as a module of one's own
         functions = [own.baseline_of("copy:copy")[1](model, x)]
         assert next(own.shared(model).parameters()) is next(model.parameters())
     else:
-        functions = [model, made.ours(model, made.modes[0])]
+        functions = [model, case.ours(model, case.modes[0])]
     for training in (False, True):
         model.train(training)
         assert [torch.equal(f(x), f(x)) for f in functions] == [not training] * len(functions)
@@ -113,7 +113,10 @@ def test_an_op_from_the_command_line(bench, tmp_path):
         ("--op attention_block --heads 8 --kv-heads 3", "--heads 8 is not a multiple of --kv-heads 3"),
         ("--op attention_block --length 100", "--tokens 1024 is not a multiple of --length 100"),
         ("--op varlen_attn --modes full", "--modes does not apply to --op varlen_attn"),
-        ("--op mlp --modes some", "--modes: wanted some of none, selective, full, with commas, but got 'some'"),
+        (
+            "--op mlp --modes some",
+            "--modes: wanted modes of none, selective, full, separated by commas, but got 'some'",
+        ),
         ("--case nowhere.py:f", "there is no file nowhere.py"),
         ("--op mlp --baseline nowhere.py:f", "--baseline: there is no file nowhere.py"),
         (
@@ -136,18 +139,18 @@ def test_float64_heads_take_rows_in_chunks_with_the_results_of_all_at_once(monke
     for op, reduction in itertools.product(
         ("linear_cross_entropy", "linear_distillation", "linear_topk_distillation"), ("none", "mean")
     ):
-        made = sized(op, classes=50, reduction=reduction)
-        found = []
+        case = sized(op, classes=50, reduction=reduction)
+        results = []
         for chunk in (7 * 50, 2**27):  # seven rows, and all
             monkeypatch.setattr(heads.LMHeadLoss, "CHUNK", chunk)
-            model, x, dy = cases.build(made, CPU)
+            model, x, dy = cases.build(case, CPU)
             model, x = model.double(), x.detach().double().requires_grad_()
             with measure.saved_tensors(model) as saved:
                 y = model(x)
             y.backward(dy.double())
-            found.append((y.detach(), x.grad, model.linear.weight.grad))
+            results.append((y.detach(), x.grad, model.linear.weight.grad))
             assert saved.bytes < 24 * 50 * 8
-        for chunked, whole in zip(*found, strict=True):
+        for chunked, whole in zip(*results, strict=True):
             torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-14)
 
 
@@ -160,7 +163,7 @@ def test_a_loss_that_is_a_scalar_has_a_gradient_of_one():
 
 @pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="needs liger-kernel")
 @pytest.mark.parametrize(
-    ("op", "given", "variant"),
+    ("op", "changes", "variant"),
     [
         ("linear_cross_entropy", {"classes": 50, "bias": True}, "liger-kernel loss"),
         ("linear_cross_entropy", {"classes": 50, "bias": True, "reduction": "mean"}, "liger-kernel loss"),
@@ -168,22 +171,22 @@ def test_a_loss_that_is_a_scalar_has_a_gradient_of_one():
         ("linear_distillation", {"classes": 50, "reduction": "mean"}, "liger-kernel JSD"),
     ],
 )
-def test_ligers_functions_are_called_as_they_want(op, given, variant):
+def test_ligers_functions_are_called_as_they_want(op, changes, variant):
     """In Triton's interpreter, which cannot run Liger's norms, SwiGLU and autotuned experts."""
-    made = sized(op, **given)
-    model, x, dy = cases.build(made, CPU)
-    error, worst = measure.Checker(model, x, dy).ratio(made.baselines[variant](model, x))
+    case = sized(op, **changes)
+    model, x, dy = cases.build(case, CPU)
+    error, worst = measure.Checker(model, x, dy).ratio(case.baselines[variant](model, x))
     assert error <= measure.BASELINES_AT_MOST, worst
 
 
 def test_other_libraries_chunks_and_tiles_are_right():
     """The loop over chunks of rows of each head, torch's chunks if they are there, and tiled MLPs."""
     for op in ("linear_cross_entropy", "selected_log_probs", "linear_distillation", "linear_topk_distillation"):
-        made = sized(op, classes=50)
-        model, x, dy = cases.build(made, CPU)
+        case = sized(op, classes=50)
+        model, x, dy = cases.build(case, CPU)
         checker = measure.Checker(model, x, dy)
         assert checker.ratio(baselines.in_chunks(7)(model, x))[0] <= 2
-        if "torch chunks" in made.baselines and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        if "torch chunks" in case.baselines and hasattr(torch.nn, "LinearCrossEntropyOptions"):
             assert checker.ratio(baselines.torch_chunks(model, x))[0] <= measure.BASELINES_AT_MOST
 
 
@@ -289,11 +292,11 @@ def test_a_function_of_ones_own_is_a_variant(bench, file):
 
 
 @pytest.mark.parametrize(
-    "what", ["--op=mlp --features=32 --hidden=512 --tokens=512", "--case={}:wide", "--cases=^mlp-relu/d128"]
+    "options", ["--op=mlp --features=32 --hidden=512 --tokens=512", "--case={}:wide", "--cases=^mlp-relu/d128"]
 )
-def test_variants_within_a_workspace_say_so_and_take_less(bench, file, tmp_path, what):
+def test_variants_within_a_workspace_say_so_and_take_less(bench, file, tmp_path, options):
     """In one folder beside those of another run, of which none is measured again."""
-    arguments = [*what.format(file).split(), "--modes=full"]
+    arguments = [*options.format(file).split(), "--modes=full"]
     before = bench(*arguments).rows
     status, rows, _ = bench(*arguments, "--workspace=256KiB", "--resume")
     assert status == 0
@@ -323,12 +326,12 @@ def test_a_workspace_is_there_in_forward_and_backward():
         return function
 
     names = ("ckptkern other", "ckptkern full, 1 MiB", "your own")
-    made = sized("mlp")
+    case = sized("mlp")
     baselines = {name: functools.partial(asks, name) for name in names}
-    made = dataclasses.replace(made, baselines=baselines, modes=(), workspace=1000001)
-    makers = cases.variants(made)
+    case = dataclasses.replace(case, baselines=baselines, modes=(), workspace=1000001)
+    makers = cases.variants(case)
     assert [*makers][2:5] == ["ckptkern other, 1000001 bytes", *names[1:]]
-    measure.measure(made, makers, CPU, lambda row: None, rounds=1)
+    measure.measure(case, makers, CPU, lambda row: None, rounds=1)
     assert {name: set(sizes) for name, sizes in asked.items() if len(sizes) > 4} == {
         name: {1000001 if name == names[0] else choose_workspace("here", None, torch.ones(1))} for name in names
     }
@@ -342,9 +345,9 @@ def test_a_module_in_which_nothing_is_fused(bench, file):
 
 
 def test_a_replica_follows_its_model(file):
-    made = own.case_of(f"{file}:build", CPU, None, None)
-    model, _, _ = cases.build(made, CPU)
-    replica = made.ours(model, "full")
+    case = own.case_of(f"{file}:build", CPU, None, None)
+    model, _, _ = cases.build(case, CPU)
+    replica = case.ours(model, "full")
     assert not replica.module.mlp.training
     model.train()
     assert replica.module.mlp.training
@@ -360,7 +363,7 @@ def run_of(torch_version="2.13.0", **variants):
     for variant, (ms, p20, p80, saved) in variants.items():
         fields = dict(variant=variant, ms=ms, p20_ms=p20, p80_ms=p80, saved_bytes=saved, peak_bytes=2 * saved)
         rows["c", variant, "float32"] = dict.fromkeys(measure.FIELDS, "") | {
-            name: str(one) for name, one in fields.items()
+            name: str(value) for name, value in fields.items()
         }
     return compare.Run(rows, {"device": "cpu", "torch": torch_version, "triton": "3.7.1"})
 

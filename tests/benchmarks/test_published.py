@@ -32,10 +32,10 @@ def test_published_figures_stand_beside_ours(bench, tmp_path):
 
 def test_published_figures_belong_to_sizes():
     """On a GPU those of the case's own size; a CPU has the cases without, at sizes that take no time."""
-    found = {case.name: case.figures for case in published.cases_of("cuda")}
-    assert all(found.values())
-    assert len(found) == len(published.GROUPS)
-    figures = {one.variant: one for one in found["linear_cross_entropy-V151936-mean-nobias/d4096x8192"]}
+    figures_of = {case.name: case.figures for case in published.cases_of("cuda")}
+    assert all(figures_of.values())
+    assert len(figures_of) == len(published.GROUPS)
+    figures = {figure.variant: figure for figure in figures_of["linear_cross_entropy-V151936-mean-nobias/d4096x8192"]}
     liger = measure.row_of_figure("case", "cuda", figures["published: Liger, H100"])
     assert (liger.ms, liger.peak_bytes) == (192, round(6.1 * 2**30))
     assert liger.source == "huggingface/trl#7244; forward + backward"

@@ -71,7 +71,9 @@ def test_a_wide_spread_and_a_busy_machine_are_named(bench, monkeypatch, tmp_path
     monkeypatch.setattr(run.env, "load_warning", lambda threads: "Others run here.")
     high = dict.fromkeys(VARIANTS, 10) | {"eager": 12, "ckptkern full": 13}
     monkeypatch.setattr(
-        measure, "interleaved", lambda steps, *_, **__: ({one: [10, 10, 10, high[one], high[one]] for one in steps}, {})
+        measure,
+        "interleaved",
+        lambda steps, *_, **__: ({name: [10, 10, 10, high[name], high[name]] for name in steps}, {}),
     )
     assert "Others run here." in bench(case=TINY).printed
     text = (tmp_path / "out" / "report.md").read_text()
@@ -125,9 +127,9 @@ def test_a_variant_that_is_wrong_or_fails_is_not_timed_and_the_rest_goes_on(benc
         "later": (raises_later, "failed", "RuntimeError: worn out"),
         "baseline": (missing, "missing", "no_such_package"),
     }
-    status, rows, _ = bench(case=with_variants(**{name: one[0] for name, one in expected.items()}))
+    status, rows, _ = bench(case=with_variants(**{name: row[0] for name, row in expected.items()}))
     assert status == 0, "a baseline's error is not ours"
-    assert statuses(rows) == dict.fromkeys(VARIANTS, "ok") | {name: one[1] for name, one in expected.items()}
+    assert statuses(rows) == dict.fromkeys(VARIANTS, "ok") | {name: row[1] for name, row in expected.items()}
     for variant, (_, verdict, note) in expected.items():
         assert note in rows[variant]["note"]
         assert rows[variant]["ms"] == rows[variant]["ratio"] == ""
@@ -150,7 +152,7 @@ def test_a_variant_that_is_wrong_or_fails_is_not_timed_and_the_rest_goes_on(benc
 
 def test_ours_may_err_twice_as_much_as_eager_and_baselines_eight_times(monkeypatch):
     monkeypatch.setattr(measure, "error_ratio", lambda *_: (3.0, "x"))
-    assert statuses(rows_of(TINY, *VARIANTS)) == {one: "wrong" if "ckptkern" in one else "ok" for one in VARIANTS}
+    assert statuses(rows_of(TINY, *VARIANTS)) == {name: "wrong" if "ckptkern" in name else "ok" for name in VARIANTS}
 
 
 def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(bench, monkeypatch, tmp_path):
@@ -268,7 +270,7 @@ def test_list_names_all_cases_and_variants(bench):
         "torch checkpoint, SDPA saved", "SDPA flash",
     )  # fmt: skip
     names = [case.name for case in suite.cases_of("cpu")]
-    assert [one for one in (*variants, *names) if one not in listed] == []
+    assert [name for name in (*variants, *names) if name not in listed] == []
 
 
 @pytest.mark.parametrize(
@@ -286,8 +288,8 @@ def test_arguments_that_match_nothing_say_so(bench, arguments, message):
 
 
 def test_patterns_choose_cases():
-    found = run.select("--cases", "^linear_act-relu/d2,^dropout", suite.cases_of("cpu"))
-    assert [case.name for case in found] == ["linear_act-relu/d256x1024", "dropout/d256x1024"]
+    selected = run.select("--cases", "^linear_act-relu/d2,^dropout", suite.cases_of("cpu"))
+    assert [case.name for case in selected] == ["linear_act-relu/d256x1024", "dropout/d256x1024"]
 
 
 @pytest.mark.parametrize("title", [row.title for row in suite.ROWS])
@@ -346,7 +348,7 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     monkeypatch.delenv("CKPTKERN_COMMIT")
     monkeypatch.setattr(env, "answer", lambda *_: None)
     assert run.commit() == "unknown"
-    assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
+    assert "WARNING: git finds no commit of this tree" in capsys.readouterr().err
 
 
 def test_a_folder_without_figures_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):

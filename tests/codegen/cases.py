@@ -39,9 +39,9 @@ class _Launch:
         """The GPU's shared memory, in bytes per block."""
         return SHARED_LIMIT[self.arch]
 
-    def launch(self, given: Inputs | None = None):
+    def launch(self, inputs: Inputs | None = None):
         """The launcher's results on `given`."""
-        return OPS.get(self.op, _launch_attention)(self, given or Inputs())
+        return OPS.get(self.op, _launch_attention)(self, inputs or Inputs())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +129,16 @@ def small_cases() -> list[AttentionCase]:
 
 def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
     """All (dtype, kind) of a kernel other than attention's."""
-    found = [(dtype, "") for dtype in (*DTYPES, "float32")]
-    found += [("float32", "ieee")] * (op in MATMUL_OPS)
+    dtypes = [(dtype, "") for dtype in (*DTYPES, "float32")]
+    dtypes += [("float32", "ieee")] * (op in MATMUL_OPS)
     if op in MATMUL_OPS and not op.startswith("stack_"):
-        found += [(dtype, "few") for dtype in DTYPES]
+        dtypes += [(dtype, "few") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
-        found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
+        dtypes += [(dtype, f"narrow {kind}".strip()) for dtype, kind in dtypes]
     # strides of heads are another matter; of an LM head's vocabulary nothing is told, so its biases are loaded one by one
     if not op.startswith(("heads_", "cross_entropy_")):
-        found += [("bfloat16", "16B"), ("float32", "16B")]
-    return found
+        dtypes += [("bfloat16", "16B"), ("float32", "16B")]
+    return dtypes
 
 
 def default_cases() -> list[Case | AttentionCase]:
@@ -273,69 +273,69 @@ def step_of(case: Case) -> int:
     return (4 if case.dtype == "float32" else 8) if case.kind == "16B" else 0
 
 
-def launch_table(case: Case, given: Inputs):
+def launch_table(case: Case, inputs: Inputs):
     """Launches what the table of launchers describes."""
-    launcher, sizes, tensors = LAUNCHERS[case.op], given.sizes(case), []
+    launcher, sizes, tensors = LAUNCHERS[case.op], inputs.sizes(case), []
     for name, letters in launcher.inputs.items():
         scale = sizes[letters.replace("N", "")] ** -0.5 if name.startswith("w") else 1.0
-        tensors.append(given(*(sizes[letter] for letter in letters), dtype=case.dtype, scale=scale))
+        tensors.append(inputs(*(sizes[letter] for letter in letters), dtype=case.dtype, scale=scale))
     options = dict.fromkeys(launcher.wants, case.extras)
     if launcher.dropout:
-        options |= {"dropout": given.dropout(case.dropout), "row_base": given.first_row}
+        options |= {"dropout": inputs.dropout(case.dropout), "row_base": inputs.first_row}
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign
         options.pop("save_bits", None)
     precision = [precision_of(case)] if launcher.matmul else []
-    return getattr(given.backend, case.op)(*tensors, case.activation, *precision, **options)
+    return getattr(inputs.backend, case.op)(*tensors, case.activation, *precision, **options)
 
 
-def _launch_act_fwd(case: Case, given: Inputs):
-    z, u = given.matrix(case), given.matrix(case) if case.extras else None
-    return given.backend.act_fwd(z, u, case.activation)
+def _launch_act_fwd(case: Case, inputs: Inputs):
+    z, u = inputs.matrix(case), inputs.matrix(case) if case.extras else None
+    return inputs.backend.act_fwd(z, u, case.activation)
 
 
-def _launch_act_bwd(case: Case, given: Inputs):
-    dy, has_bits = given.matrix(case), case.activation == "relu"
-    saved = given.bits(*dy.shape) if has_bits else given.matrix(case)
-    return given.backend.act_bwd(dy, saved, case.activation, **{"bits": True} if has_bits else {}, db=case.extras)
+def _launch_act_bwd(case: Case, inputs: Inputs):
+    dy, has_bits = inputs.matrix(case), case.activation == "relu"
+    saved = inputs.bits(*dy.shape) if has_bits else inputs.matrix(case)
+    return inputs.backend.act_bwd(dy, saved, case.activation, **{"bits": True} if has_bits else {}, db=case.extras)
 
 
-def _narrow(case: Case, given: Inputs):
-    M, width, L = given.sizes(case)["M"], 32 if "narrow" in case.kind else 64, 8
+def _narrow(case: Case, inputs: Inputs):
+    M, width, L = inputs.sizes(case)["M"], 32 if "narrow" in case.kind else 64, 8
     K, N = (width - 3, width - 11) if case.unaligned else (width - step_of(case), width - 3 * step_of(case))
-    weights = given(L, width, width, dtype=case.dtype, scale=width**-0.5)
-    biases = given(L, width, dtype=case.dtype) if case.extras else None
-    bits = given.bits(M, N) if case.activation == "relu" else None
-    return given(M, K, dtype=case.dtype), weights, biases, given(M, N, dtype=case.dtype), bits
+    weights = inputs(L, width, width, dtype=case.dtype, scale=width**-0.5)
+    biases = inputs(L, width, dtype=case.dtype) if case.extras else None
+    bits = inputs.bits(M, N) if case.activation == "relu" else None
+    return inputs(M, K, dtype=case.dtype), weights, biases, inputs(M, N, dtype=case.dtype), bits
 
 
-def _launch_stack_fwd(case: Case, given: Inputs):
-    x, w, b, dy, bits = _narrow(case, given)
-    return given.backend.stack_fwd(
+def _launch_stack_fwd(case: Case, inputs: Inputs):
+    x, w, b, dy, bits = _narrow(case, inputs)
+    return inputs.backend.stack_fwd(
         x, w, b, dy.shape[1], case.activation, precision_of(case), save_bits=bits is not None
     )
 
 
-def _launch_stack_bwd(case: Case, given: Inputs):
-    return given.backend.stack_bwd(*_narrow(case, given), case.activation, precision_of(case))
+def _launch_stack_bwd(case: Case, inputs: Inputs):
+    return inputs.backend.stack_bwd(*_narrow(case, inputs), case.activation, precision_of(case))
 
 
-def _norm(case: Case, given: Inputs):
+def _norm(case: Case, inputs: Inputs):
     """(kind, x [M, K], a parameter [K]): "layer-autocast" is a float32 stream of activations round bf16 ops."""
     kind, _, autocast = case.activation.partition("-")
-    sizes, dtype = given.sizes(case), "float32" if autocast else case.dtype
-    return kind, given(sizes["M"], sizes["K"], dtype=dtype), given(sizes["K"], dtype=dtype)
+    sizes, dtype = inputs.sizes(case), "float32" if autocast else case.dtype
+    return kind, inputs(sizes["M"], sizes["K"], dtype=dtype), inputs(sizes["K"], dtype=dtype)
 
 
-def _launch_norm_fwd(case: Case, given: Inputs):
-    kind, x, weight = _norm(case, given)
+def _launch_norm_fwd(case: Case, inputs: Inputs):
+    kind, x, weight = _norm(case, inputs)
     bias = weight if kind == "layer" else None
-    return given.backend.norm_fwd(x, weight, bias, 1e-5, kind, given.dtype(case.dtype))
+    return inputs.backend.norm_fwd(x, weight, bias, 1e-5, kind, inputs.dtype(case.dtype))
 
 
-def _launch_norm_bwd(case: Case, given: Inputs):
-    kind, x, weight = _norm(case, given)
-    dy, residual = given(*x.shape, dtype=case.dtype), given(*x.shape, dtype=x.dtype)
-    return given.backend.norm_bwd(
+def _launch_norm_bwd(case: Case, inputs: Inputs):
+    kind, x, weight = _norm(case, inputs)
+    dy, residual = inputs(*x.shape, dtype=case.dtype), inputs(*x.shape, dtype=x.dtype)
+    return inputs.backend.norm_bwd(
         dy,
         x,
         weight,
@@ -347,60 +347,62 @@ def _launch_norm_bwd(case: Case, given: Inputs):
     )
 
 
-def _heads(case: Case, given: Inputs):
+def _heads(case: Case, inputs: Inputs):
     """(q as a view of one projection, its norm's weight and bias, cos and sin, options): what attention_block hands over, in
     place."""
-    B, S, H, D, R = (3, given.UNALIGNED[0], 5, 75, 50) if case.unaligned else (2, given.LENGTH, 8, 128, 128)
-    q = given(B, S, 2 * H, D, dtype=case.dtype)[:, :, :H]
+    B, S, H, D, R = (3, inputs.UNALIGNED[0], 5, 75, 50) if case.unaligned else (2, inputs.LENGTH, 8, 128, 128)
+    q = inputs(B, S, 2 * H, D, dtype=case.dtype)[:, :, :H]
     rotates, kind = case.activation != "unrotated", "layer" if case.activation == "layer" else "rms"
-    angles = (given(S, R, dtype="float32"), given(S, R, dtype="float32")) if rotates else (None, None)
-    weight = given(D, dtype=case.dtype) if case.extras or not rotates else None
+    angles = (inputs(S, R, dtype="float32"), inputs(S, R, dtype="float32")) if rotates else (None, None)
+    weight = inputs(D, dtype=case.dtype) if case.extras or not rotates else None
     bias = weight if kind == "layer" else None
     return q, weight, bias, (1e-6, *angles, case.activation == "interleaved"), kind
 
 
-def _launch_heads_fwd(case: Case, given: Inputs):
-    q, weight, bias, options, kind = _heads(case, given)
-    return given.backend.heads_fwd(q, weight, *options, bias=bias, kind=kind, out=q)
+def _launch_heads_fwd(case: Case, inputs: Inputs):
+    q, weight, bias, options, kind = _heads(case, inputs)
+    return inputs.backend.heads_fwd(q, weight, *options, bias=bias, kind=kind, out=q)
 
 
-def _launch_heads_bwd(case: Case, given: Inputs):
-    q, weight, bias, options, kind = _heads(case, given)
-    dq = given(*q.shape, dtype=q.dtype)
-    needs = {name: one is not None and one.dtype for name, one in (("need_dweight", weight), ("need_dbias", bias))}
-    return given.backend.heads_bwd(dq, q, weight, *options, kind=kind, out=dq, **needs)
+def _launch_heads_bwd(case: Case, inputs: Inputs):
+    q, weight, bias, options, kind = _heads(case, inputs)
+    dq = inputs(*q.shape, dtype=q.dtype)
+    needs = {
+        name: tensor is not None and tensor.dtype for name, tensor in (("need_dweight", weight), ("need_dbias", bias))
+    }
+    return inputs.backend.heads_bwd(dq, q, weight, *options, kind=kind, out=dq, **needs)
 
 
-def _launch_attention(case: AttentionCase, given: Inputs):
-    B, S, H = given.BATCH, given.LENGTH, given.HEADS
+def _launch_attention(case: AttentionCase, inputs: Inputs):
+    B, S, H = inputs.BATCH, inputs.LENGTH, inputs.HEADS
     H_kv = H // 4 if case.kind == "gqa" else H
     rows = 1 if case.kind == "varlen" else B
-    qkv = given(rows, S, H + 2 * H_kv, case.head_dim, dtype=case.dtype)  # as one packed projection returns it
+    qkv = inputs(rows, S, H + 2 * H_kv, case.head_dim, dtype=case.dtype)  # as one packed projection returns it
     q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
-    do = given(rows, H, S, case.head_dim, dtype=case.dtype)
+    do = inputs(rows, H, S, case.head_dim, dtype=case.dtype)
     reach = S // 8 if case.kind == "window" else None
     shape = (1, H, 1 if case.kind == "keys" else S, S)  # of a mask that trains
     options = {
-        "bool": lambda: {"mask": given(B, 1, S, S, dtype="int8")},
-        "additive": lambda: {"mask": given(1, H, S, S, dtype=case.dtype)},
-        "keys": lambda: {"mask": given(B, 1, 1, S, dtype="int8")},
-        "alibi": lambda: {"slopes": given(1, H, dtype="float32")},
+        "bool": lambda: {"mask": inputs(B, 1, S, S, dtype="int8")},
+        "additive": lambda: {"mask": inputs(1, H, S, S, dtype=case.dtype)},
+        "keys": lambda: {"mask": inputs(B, 1, 1, S, dtype="int8")},
+        "alibi": lambda: {"slopes": inputs(1, H, dtype="float32")},
         "softcap": lambda: {"softcap": 50.0},
-        "varlen": lambda: given.lengths(B, S),
+        "varlen": lambda: inputs.lengths(B, S),
     }.get("additive" if case.kind == "small" else case.kind, dict)()
     if case.op == "attn_dmask":
-        options["mask"] = given(*shape, dtype=case.dtype)
-    options |= {"plane_base": given.first_row, "planes": given.first_row, "dropout": given.dropout(case.dropout)}
+        options["mask"] = inputs(*shape, dtype=case.dtype)
+    options |= {"plane_base": inputs.first_row, "planes": inputs.first_row, "dropout": inputs.dropout(case.dropout)}
     core = AttentionCore(0.125, precision_of(case), (reach, 0 if case.causal else reach), **options)
     with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
         if case.op in ("attn_fwd", "attn_fwd_delta"):
-            return given.backend.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
-        lse, delta = given.statistics(q, k, v, do, core)
+            return inputs.backend.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
+        lse, delta = inputs.statistics(q, k, v, do, core)
         if case.op == "attn_dmask":
-            return given.backend.attn_dmask(q, k, v, do, lse, delta, core, shape)
-        gradients = given.backend.attn_bwd(q, k, v, do, lse, delta, core)
+            return inputs.backend.attn_dmask(q, k, v, do, lse, delta, core, shape)
+        gradients = inputs.backend.attn_bwd(q, k, v, do, lse, delta, core)
         if case.kind in ("", "varlen"):  # delta depends on no other kind, nor on causal nor dropout
-            gradients += (given.backend.attn_delta(do, do, core),)
+            gradients += (inputs.backend.attn_delta(do, do, core),)
         return gradients
 
 
@@ -427,12 +429,12 @@ OPS = {
     "stack_bwd": _launch_stack_bwd,
     **{launcher.name: launch_table for launcher in LAUNCHERS.values() if launcher.matmul},
     "act_fwd": _launch_act_fwd,
-    "relu_bits": lambda case, given: given.backend.relu_bits(given.matrix(case)),
+    "relu_bits": lambda case, inputs: inputs.backend.relu_bits(inputs.matrix(case)),
     "act_bwd": _launch_act_bwd,
     "hidden_grad": launch_table,
     "gated_hidden_grad": launch_table,
-    "dropout": lambda case, given: given.backend.dropout(
-        given.matrix(case), *given.dropout(True), row_base=given.first_row
+    "dropout": lambda case, inputs: inputs.backend.dropout(
+        inputs.matrix(case), *inputs.dropout(True), row_base=inputs.first_row
     ),
     "norm_fwd": _launch_norm_fwd,
     "norm_bwd": _launch_norm_bwd,

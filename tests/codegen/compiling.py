@@ -76,8 +76,8 @@ class Compiled:
 def _leaves(kind, value) -> Iterator[tuple[str, object]]:
     """The members of arguments that are tuples."""
     if isinstance(kind, (tuple, list)):
-        for one, part in zip(kind, value, strict=True):
-            yield from _leaves(one, part)
+        for part_kind, part in zip(kind, value, strict=True):
+            yield from _leaves(part_kind, part)
     elif kind != "constexpr":
         yield kind, value
 
@@ -91,15 +91,19 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
             fences.fence(stages)
         stages["cubin"] = lambda ptx, metadata: b""
 
-    one = specialize(kernel, args, kwargs, arch)
-    compiled = fences.compile_with(PTX_ONLY, stop_at_ptx, one.source, one.target, one.options.__dict__)
+    specialized = specialize(kernel, args, kwargs, arch)
+    compiled = fences.compile_with(
+        PTX_ONLY, stop_at_ptx, specialized.source, specialized.target, specialized.options.__dict__
+    )
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
+    arguments = [
+        leaf for name, kind in specialized.signature.items() for leaf in _leaves(kind, specialized.bound[name])
+    ]
     return Compiled(
         ptx,
         metadata.shared,
         metadata.global_scratch_size,
-        one.bound,
+        specialized.bound,
         arguments,
-        lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
+        lambda: specialized.backend.make_cubin(ptx, {}, specialized.options, arch),
     )

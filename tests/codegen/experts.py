@@ -5,75 +5,75 @@ from __future__ import annotations
 from .launchers import precision_of
 
 
-def _given(case, given):
+def _given(case, inputs):
     """(groups, x [T, K], w [E, 2 N, K], b or None, wd [E, K, N], s [T, k]) of as many rows as other matmuls have."""
-    M, K, N = (given.sizes(case)[letter] for letter in "MKN")
-    T, E, dtype = M // given.TOP_K, given.EXPERTS, case.dtype
-    x, w = given(T, K, dtype=dtype), given(E, 2 * N, K, dtype=dtype, scale=K**-0.5)
-    b = given(E, 2 * N, dtype=dtype) if case.extras else None
-    wd, s = given(E, K, N, dtype=dtype, scale=N**-0.5), given(T, given.TOP_K, dtype="float32")
-    return given.groups(T), x, w, b, wd, s
+    M, K, N = (inputs.sizes(case)[letter] for letter in "MKN")
+    T, E, dtype = M // inputs.TOP_K, inputs.EXPERTS, case.dtype
+    x, w = inputs(T, K, dtype=dtype), inputs(E, 2 * N, K, dtype=dtype, scale=K**-0.5)
+    b = inputs(E, 2 * N, dtype=dtype) if case.extras else None
+    wd, s = inputs(E, K, N, dtype=dtype, scale=N**-0.5), inputs(T, inputs.TOP_K, dtype="float32")
+    return inputs.groups(T), x, w, b, wd, s
 
 
-def _fwd(case, given):
-    groups, x, w, b, _, _ = _given(case, given)
-    return given.backend.experts_fwd(x, w, b, groups, case.activation, precision_of(case), save_gu=case.extras)
+def _fwd(case, inputs):
+    groups, x, w, b, _, _ = _given(case, inputs)
+    return inputs.backend.experts_fwd(x, w, b, groups, case.activation, precision_of(case), save_gu=case.extras)
 
 
-def _bwd(case, given):
-    groups, x, w, b, wd, s = _given(case, given)
-    dy, wanted = given(*x.shape, dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
-    return given.backend.experts_bwd(x, w, b, dy, wd, s, groups, case.activation, precision_of(case), **wanted)
+def _bwd(case, inputs):
+    groups, x, w, b, wd, s = _given(case, inputs)
+    dy, wanted = inputs(*x.shape, dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
+    return inputs.backend.experts_bwd(x, w, b, dy, wd, s, groups, case.activation, precision_of(case), **wanted)
 
 
-def _act_grad(case, given):
-    groups, x, w, _, wd, s = _given(case, given)
-    gu, wanted = given(groups.order.numel(), w.shape[1], dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
-    added = given(groups.order.numel(), wd.shape[2], dtype=x.dtype) if case.extras else None
-    return given.backend.experts_act_grad(
+def _act_grad(case, inputs):
+    groups, x, w, _, wd, s = _given(case, inputs)
+    gu, wanted = inputs(groups.order.numel(), w.shape[1], dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
+    added = inputs(groups.order.numel(), wd.shape[2], dtype=x.dtype) if case.extras else None
+    return inputs.backend.experts_act_grad(
         gu, x, wd, s, groups, case.activation, precision_of(case), **wanted, added=added
     )
 
 
-def _gemm(case, given):
-    groups, x, w, b, wd, _ = _given(case, given)
+def _gemm(case, inputs):
+    groups, x, w, b, wd, _ = _given(case, inputs)
     if case.activation == "dx":
-        a = given(groups.order.numel(), w.shape[1], dtype=x.dtype)
-        return given.backend.experts_gemm(a, w, None, groups, precision_of(case), transposed=False)
-    a, b = given(groups.order.numel(), wd.shape[2], dtype=x.dtype), None if b is None else b[:, : wd.shape[1]]
-    return given.backend.experts_gemm(a, wd, b, groups, precision_of(case), transposed=True)
+        a = inputs(groups.order.numel(), w.shape[1], dtype=x.dtype)
+        return inputs.backend.experts_gemm(a, w, None, groups, precision_of(case), transposed=False)
+    a, b = inputs(groups.order.numel(), wd.shape[2], dtype=x.dtype), None if b is None else b[:, : wd.shape[1]]
+    return inputs.backend.experts_gemm(a, wd, b, groups, precision_of(case), transposed=True)
 
 
-def _dw(case, given):
+def _dw(case, inputs):
     """Of down's weight into a main_grad, or of the others'."""
-    groups, x, w, _, wd, _ = _given(case, given)
+    groups, x, w, _, wd, _ = _given(case, inputs)
     R, precision = groups.order.numel(), precision_of(case)
     if case.activation == "gate_up":
-        dgu = given(R, w.shape[1], dtype=x.dtype)
-        return given.backend.experts_dw(dgu, x, groups, precision, w.dtype, gathered="b")
-    hs, out = given(R, wd.shape[2], dtype=x.dtype), given(*wd.shape, dtype="float32")
-    return given.backend.experts_dw(x, hs, groups, precision, out, gathered="a")
+        dgu = inputs(R, w.shape[1], dtype=x.dtype)
+        return inputs.backend.experts_dw(dgu, x, groups, precision, w.dtype, gathered="b")
+    hs, out = inputs(R, wd.shape[2], dtype=x.dtype), inputs(*wd.shape, dtype="float32")
+    return inputs.backend.experts_dw(x, hs, groups, precision, out, gathered="a")
 
 
-def _hidden_grad(case, given):
-    groups, _, w, _, wd, s = _given(case, given)
-    gu, dh = (given(groups.order.numel(), width, dtype=w.dtype) for width in (w.shape[1], wd.shape[2]))
+def _hidden_grad(case, inputs):
+    groups, _, w, _, wd, s = _given(case, inputs)
+    gu, dh = (inputs(groups.order.numel(), width, dtype=w.dtype) for width in (w.shape[1], wd.shape[2]))
     wanted = dict.fromkeys(("hs", "ds"), case.extras) | {"over_gu": not case.extras}
-    return given.backend.experts_hidden_grad(gu, dh, s, groups, case.activation, **wanted)
+    return inputs.backend.experts_hidden_grad(gu, dh, s, groups, case.activation, **wanted)
 
 
-def _combine(case, given):
-    groups, x, _, _, _, s = _given(case, given)
-    y = given(groups.order.numel(), x.shape[1], dtype=x.dtype)
-    return given.backend.experts_combine(y, s if case.activation == "weighted" else None, groups)
+def _combine(case, inputs):
+    groups, x, _, _, _, s = _given(case, inputs)
+    y = inputs(groups.order.numel(), x.shape[1], dtype=x.dtype)
+    return inputs.backend.experts_combine(y, s if case.activation == "weighted" else None, groups)
 
 
-def _sums(case, given):
-    groups, x, _, _, _, s = _given(case, given)
+def _sums(case, inputs):
+    groups, x, _, _, _, s = _given(case, inputs)
     if case.activation == "gathered":
-        return given.backend.experts_sums(x, s, groups, gathered=True)
-    return given.backend.experts_sums(
-        given(groups.order.numel(), x.shape[1], dtype=x.dtype), None, groups, gathered=False
+        return inputs.backend.experts_sums(x, s, groups, gathered=True)
+    return inputs.backend.experts_sums(
+        inputs(groups.order.numel(), x.shape[1], dtype=x.dtype), None, groups, gathered=False
     )
 
 

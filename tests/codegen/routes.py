@@ -172,10 +172,10 @@ def launches(arch: int = 90) -> Iterator[dict[str, int]]:
     width, _, layer = LAYERS["Llama-1B"]
     known: set[str] = set()
     for batch, length in SHAPES:
-        of_layer, of_head = (step(one, (batch, length, width), torch.bfloat16, arch) for one in (layer, head))
-        caught = [one for one in (*of_layer, *of_head) if one.kernel is not None]
-        keys = {specialize(one.kernel, one.args, one.kwargs, arch).key for one in caught}
-        ours = [sum(one.kernel is not None for one in part) for part in (of_layer, of_head)]
+        of_layer, of_head = (step(module, (batch, length, width), torch.bfloat16, arch) for module in (layer, head))
+        caught = [launch for launch in (*of_layer, *of_head) if launch.kernel is not None]
+        keys = {specialize(launch.kernel, launch.args, launch.kwargs, arch).key for launch in caught}
+        ours = [sum(launch.kernel is not None for launch in part) for part in (of_layer, of_head)]
         yield {
             "batch": batch,
             "length": length,
@@ -194,15 +194,15 @@ def row_of(name: str, dtype: str, arch: int) -> dict[str, Any]:
         kernel = launch.name
         if launch.kernel is not None:
             ours[kernel.strip("_").removesuffix("_kernel")] += 1
-        elif core := next((one for one in CORES if f"_{one}_attention" in kernel), None):
+        elif core := next((core_name for core_name in CORES if f"_{core_name}_attention" in kernel), None):
             torchs[core + ("_backward" if "backward" in kernel else "_forward")] += 1
         elif kernel == "_grouped_mm":
             torchs["grouped_mm"] += 1
         else:
             matmuls += kernel.strip("_") in MATMULS
 
-    def text(found: collections.Counter) -> str:
-        return " ".join(f"{key}:{count}" for key, count in sorted(found.items()))
+    def text(counts: collections.Counter) -> str:
+        return " ".join(f"{key}:{count}" for key, count in sorted(counts.items()))
 
     return {
         "layer": name,

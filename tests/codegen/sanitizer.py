@@ -52,28 +52,28 @@ def attributed(log: str) -> tuple[Reports, tuple[str, str] | None]:
     A report is about the launch before it: launches are announced by `CASE` and `LAUNCH` lines, the next one after the last one
     has ended.
     """
-    found: Reports = {}
+    reports: Reports = {}
     case, ended, kernel, has_detail = "", "", "", True
     for line in log.splitlines():
         if line.startswith(CASE):
             case, kernel = line.removeprefix(CASE), NO_KERNEL
         elif line.startswith(LAUNCH):
             kernel = line.removeprefix(LAUNCH)
-            found.setdefault((kernel, case), [])
+            reports.setdefault((kernel, case), [])
         elif line == END:
             ended, case = case, ""
         elif header := REPORT.match(line):
-            found.setdefault((kernel or NO_KERNEL, case or ended), []).append(header[1])
+            reports.setdefault((kernel or NO_KERNEL, case or ended), []).append(header[1])
             has_detail = False
         elif (detail := DETAIL.match(line)) and not has_detail:
-            found[kernel or NO_KERNEL, case or ended][-1] += f" {detail[1]}"
+            reports[kernel or NO_KERNEL, case or ended][-1] += f" {detail[1]}"
             has_detail = True
-    return found, (kernel, case) if case else None
+    return reports, (kernel, case) if case else None
 
 
 def run(tool: str, executable: str, cases: Sequence[str], device: str, end: float) -> tuple[Reports, list[str]]:
     """Returns the reports and the cases that were not reached. Behind a case that ends the process another goes on."""
-    found: Reports = {}
+    all_reports: Reports = {}
     left = list(cases)
     while left and (seconds := end - time.monotonic()) > 0:
         only = "^(" + "|".join(map(re.escape, left)) + ")$"
@@ -111,11 +111,11 @@ def run(tool: str, executable: str, cases: Sequence[str], device: str, end: floa
             said = [line for line in log.splitlines() if line.strip() and not line.startswith("====")]
             text = f"the process ended with status {status}: {said[-1] if said else 'no output'}"
             new.setdefault((kernel, case), []).append(text)
-        found |= new
+        all_reports |= new
         if not case:
-            return found, [] if END in log.splitlines() else left
+            return all_reports, [] if END in log.splitlines() else left
         left = left[left.index(case) + (status is not None) :]
-    return found, left
+    return all_reports, left
 
 
 def output_of(command: list[str], seconds: float) -> tuple[str, int | None]:
@@ -157,7 +157,7 @@ def watch(cases: Sequence[str], device: str, seconds: float) -> int:
     end = time.monotonic() + seconds
     with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
         ran = [(tool, pool.submit(run, tool, executable, cases, device, end)) for tool in TOOLS]
-        results = [(tool, *one.result()) for tool, one in ran]
+        results = [(tool, *job.result()) for tool, job in ran]
     for tool, reports, left in results:
         print("\n".join(lines_of(tool, reports, left)), flush=True)
     return int(any(not reports or any(reports.values()) for _, reports, _ in results))

@@ -90,36 +90,38 @@ class Report:
 
     def faults(self, case: Case | AttentionCase, matmul: bool, min_shared: int, multiplies: float) -> list[str]:
         """matmul: tensor cores are expected. min_shared, multiplies: what the tile needs."""
-        found = []
+        faults = []
         launch = f"{self.case} {self.kernel}"
         allowed = allowed_stack(launch, self.triton)
         if allowed is not None and (self.stack > allowed or (self.local and not allowed)):
-            found.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
+            faults.append(f"spills: {self.stack} B of stack, {self.local} local loads and stores")
         if self.shared > case.shared:
-            found.append(f"{self.shared} B of shared memory, the GPU has {case.shared}")
+            faults.append(f"{self.shared} B of shared memory, the GPU has {case.shared}")
         other = self.wrong_tensor_core and ALLOWED_HMMA.match(launch)
         if matmul and not self.tensor_core and not other:
-            found.append("no tensor-core instruction")
+            faults.append("no tensor-core instruction")
         if matmul and self.wrong_tensor_core and not other:
-            found.append(f"{self.wrong_tensor_core} other instructions where {tensor_core_of(case.arch)} was meant")
+            faults.append(f"{self.wrong_tensor_core} other instructions where {tensor_core_of(case.arch)} was meant")
         if matmul and self.multiplies > multiplies and not ALLOWED_TWICE.match(launch):
-            found.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
+            faults.append(f"{self.multiplies} multiplies of the tensor cores a warp where {multiplies:.0f} would do")
         narrow = [side for side in re.findall(r"\b[MN]\d+", self.tile) if int(side[1:]) < 64]
         if case.arch == 90 and self.tensor_core and narrow:  # triton#11366
-            found.append(f"HGMMA in a tile of {narrow[0]}: matmuls narrower than 64 have failed")
+            faults.append(f"HGMMA in a tile of {narrow[0]}: matmuls narrower than 64 have failed")
         if matmul and not case.unaligned and (min_shared or " K" in self.tile):
             if not self.async_copies:
-                found.append("no asynchronous copy in the main loop")
+                faults.append("no asynchronous copy in the main loop")
             if self.shared < min_shared:
-                found.append(f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined")
+                faults.append(
+                    f"{self.shared} B of shared memory: less than stages x tile = {min_shared}, not pipelined"
+                )
         samplings = (
             self.philox / 20 / (self.elements / 8) if " K" in self.tile else 0
         )  # 20 multiplies a call, for 8 elements
         if samplings > 1.5:
-            found.append(f"the mask is drawn {samplings:.1f} times")
+            faults.append(f"the mask is drawn {samplings:.1f} times")
         if self.narrow_loads and not case.unaligned and case.kind != "keys":  # a row of int8, two columns per thread
-            found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
-        return found
+            faults.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
+        return faults
 
 
 TENSOR_CORES = {"HMMA": r"[HI]MMA", "HGMMA": r"[HQ]GMMA", "UTCHMMA": r"UTC\w*MMA"}  # instructions of one kind
@@ -246,9 +248,9 @@ def run(cases: list[Case | AttentionCase], workers: int = 2, progress: bool = Tr
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         for done, (case, results, error) in enumerate(pool.map(_check_or_error, cases, chunksize=4), 1):
             new = [f"{case.name}: {error}"] if error else []
-            for report, found in results:
+            for report, report_faults in results:
                 reports.append(report)
-                new += [f"{report.case} ({report.kernel}): {fault}" for fault in found]
+                new += [f"{report.case} ({report.kernel}): {fault}" for fault in report_faults]
             faults += new
             if progress and (new or done % 20 == 0 or done == len(cases)):
                 lines = [*new, f"{done}/{len(cases)} compiled, {len(faults)} faults"]

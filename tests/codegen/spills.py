@@ -104,12 +104,12 @@ def misplaced(spilling: list[str]) -> list[str]:
     place = compiler(version("triton"))
     if place is None:
         return []
-    found = [
+    faults = [
         f"spills.py: no default kernel spills under Triton {COMPILERS[place]} that {pattern} excuses"
         for pattern, sizes in DEFAULT_SPILLS.items()
         if sizes[place] and not any(re.fullmatch(pattern, launch) for launch in spilling)
     ]
-    return found + [
+    return faults + [
         f"spills.py: {pattern} belongs to DEFAULT_SPILLS, because of {launch}"
         for pattern in OTHER_SPILLS
         for launch in spilling

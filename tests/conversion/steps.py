@@ -38,10 +38,10 @@ def step(
     x, *others = args or (None,)
     inputs = {name: value for name, value in kwargs.items() if name in TRAINED} | ({"x": x} if is_floating(x) else {})
     inputs = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
-    given = (inputs.get("x", x), *others) if args else ()
+    arguments = (inputs.get("x", x), *others) if args else ()
     torch.manual_seed(seed)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        y = of(model(*given, **kwargs | {name: value for name, value in inputs.items() if name != "x"}))
+        y = of(model(*arguments, **kwargs | {name: value for name, value in inputs.items() if name != "x"}))
     parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters() if p.requires_grad}
     wanted = inputs | parameters
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype) if y.dim() else None
@@ -54,7 +54,7 @@ def step(
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 2e-5) -> None:
     """Each by its norm. A gradient of rounding alone, such as a key bias's, is compared with the largest."""
     assert ours.keys() == theirs.keys(), f"only one of the two has {ours.keys() ^ theirs.keys()}"
-    floor = 1e-2 * max(float(one.norm()) for name, one in theirs.items() if name != "output")
+    floor = 1e-2 * max(float(tensor.norm()) for name, tensor in theirs.items() if name != "output")
     for name, want in theirs.items():
         error = float((ours[name] - want).norm()) / (float(want.norm()) + (name != "output") * floor + 1e-30)
         assert error <= tolerance, (
@@ -80,15 +80,15 @@ def pair(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, nn.Mod
 
 def saved(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Returns the bytes that a call saves besides parameters."""
-    with saved_tensors(model) as found:
+    with saved_tensors(model) as saved:
         model(*args, **kwargs)
-    return found.bytes
+    return saved.bytes
 
 
 def calls_of(model: nn.Module) -> dict[str, int]:
     """Returns how many calls with gradients ran fused, as an activation checkpoint and as the original."""
     forwards = [m.forward for m in model.modules() if hasattr(m.__dict__.get("forward"), "calls")]
-    return {how: sum(one.calls[how] for one in forwards) for how in ("fused", "checkpointed", "original")}
+    return {how: sum(forward.calls[how] for forward in forwards) for how in ("fused", "checkpointed", "original")}
 
 
 def variant(base: type, **attributes: Any) -> type:

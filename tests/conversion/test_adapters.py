@@ -51,24 +51,24 @@ def test_adapters_are_part_of_the_fused_op(name, only):
     assert fused_of(conversion) == [*ARCHITECTURES[name].replaced_by] * 2, str(conversion)
     assert saved(ours, ids()) < saved(theirs, ids()) / 2
     ours, theirs = ours.double(), theirs.double()
-    found = step(ours, ids(2))
-    assert any("lora_A.default" in key for key in found)
-    assert_same(found, step(theirs, ids(2)), 1e-9)
+    gradients = step(ours, ids(2))
+    assert any("lora_A.default" in key for key in gradients)
+    assert_same(gradients, step(theirs, ids(2)), 1e-9)
     assert calls_of(ours)["checkpointed"] == calls_of(ours)["original"] == 0
 
 
 def test_each_adapters_dropout_is_read_in_each_call():
     """p = 1 leaves nothing of an adapter, and of others all."""
     ours, theirs = converted("", 0.3)
-    for one in (ours, theirs):
-        for i, adapter in enumerate(adapters(one)):
+    for model in (ours, theirs):
+        for i, adapter in enumerate(adapters(model)):
             adapter.dropout.p = float(i % 3 == 0)
     assert_same_steps(ours, theirs, ids())
 
 
 def renew(adapter):
     adapter.lora_A = nn.ModuleDict(
-        {name: nn.Linear(*one.weight.shape[::-1], bias=False) for name, one in adapter.lora_A.items()}
+        {name: nn.Linear(*linear.weight.shape[::-1], bias=False) for name, linear in adapter.lora_A.items()}
     )
 
 
@@ -90,13 +90,13 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_what_is_done_to_adapters_later_counts(what):
+@pytest.mark.parametrize("change", LATER)
+def test_what_is_done_to_adapters_later_counts(change):
     ours, theirs = converted()
-    for one in (ours, theirs):
+    for model in (ours, theirs):
         torch.manual_seed(1)
-        for adapter in adapters(one):
-            LATER[what](adapter)
+        for adapter in adapters(model):
+            LATER[change](adapter)
     assert_same_steps(ours, theirs, ids())
 
 
@@ -142,8 +142,8 @@ def with_one_mask(self, x):
     """Gate and up read what one dropout gave."""
     dropped = self.gate_proj.dropout(x)
     gate, up = (
-        one.base_layer(x) + one.lora_B["default"](one.lora_A["default"](dropped))
-        for one in (self.gate_proj, self.up_proj)
+        linear.base_layer(x) + linear.lora_B["default"](linear.lora_A["default"](dropped))
+        for linear in (self.gate_proj, self.up_proj)
     )
     return self.down_proj(nn.functional.silu(gate) * up)
 
@@ -154,13 +154,16 @@ UNREAD = {
         lambda: Stack(lambda: adapted(Llama(mlp=variant(Gated, forward=with_one_mask)()), "mlp", p=0.5)),
         "share one dropout's mask",
     ),
-    "dropout before a split weight": (lambda: model_of("phi3", "gate_up", p=0.3), "dropout of a weight that is split"),
+    "dropout before a split weight": (
+        lambda: model_of("phi3", "gate_up", p=0.3),
+        "a split weight has a low-rank update with dropout",
+    ),
 }
 
 
-@pytest.mark.parametrize("what", UNREAD)
-def test_others_are_activation_checkpoints_with_their_reason(what):
-    make, reason = UNREAD[what]
+@pytest.mark.parametrize("adapter", UNREAD)
+def test_others_are_activation_checkpoints_with_their_reason(adapter):
+    make, reason = UNREAD[adapter]
     ours, theirs, conversion = pair(make(), ids())
     assert fused_of(conversion) == ["checkpoint"] * 2
     for row in conversion.converted:

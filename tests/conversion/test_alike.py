@@ -19,17 +19,17 @@ from ckptkern.conversion.alike import Numbers
 @pytest.fixture
 def attempts(monkeypatch):
     """Returns how many modules of a stack of these layers were checked by themselves."""
-    made, original = [], fuse.attempt
+    attempted, original = [], fuse.attempt
 
     def attempt(form, call, like=None):
         if like is None and not isinstance(form.module, Stack):  # which is read if it has one layer
-            made.append(type(form.module).__name__)
+            attempted.append(type(form.module).__name__)
         return original(form, call, like)
 
     def count(model):
-        del made[:]
+        del attempted[:]
         ckptkern.convert(model, ids())
-        return len(made)
+        return len(attempted)
 
     monkeypatch.setattr(fuse, "attempt", attempt)
     return count
@@ -114,11 +114,11 @@ def held_by_itself():
 buffers = ARCHITECTURES["buffers"].layer
 ALL, FIRST = ["layers.0", "layers.1", "layers.2"], ["layers.0", "layers.2"]
 DIFFERENT = {
-    "a scale": (lambda: [Llama(), with_(lambda one: setattr(one.self_attn, "scaling", 0.1)), Llama()], ALL),
+    "a scale": (lambda: [Llama(), with_(lambda layer: setattr(layer.self_attn, "scaling", 0.1)), Llama()], ALL),
     "a buffer": (lambda: [buffers(), with_(not_causal_beyond, buffers), buffers()], FIRST),
     "a module": (lambda: [Llama(), Llama(norm=nn.LayerNorm), Llama()], ALL),
     "one weight in two places": (
-        lambda: [Llama(), with_(lambda one: setattr(one.mlp.up_proj, "weight", one.mlp.gate_proj.weight)), Llama()], ALL
+        lambda: [Llama(), with_(lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight)), Llama()], ALL
     ),
     "frozen": (lambda: [Llama(), Llama().requires_grad_(False), Llama()], ALL),
     "functions": (lambda: [Llama(mlp=Gated(act)) for act in (lambda z: F.silu(z), functools.partial(F.relu), F.gelu)], ALL),
@@ -134,9 +134,9 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_other_layers_are_checked_by_themselves(what, attempts):
-    make, fused = DIFFERENT[what]
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_other_layers_are_checked_by_themselves(difference, attempts):
+    make, fused = DIFFERENT[difference]
     torch.manual_seed(0)
     layers = make()
     ours, theirs, conversion = pair(stack(*layers), ids())

@@ -62,12 +62,14 @@ def test_the_step_is_that_of_the_original(name):
 @by_architecture
 def test_under_autocast_its_error_is_no_larger(name):
     want = exact(name)
-    largest = max(one.norm() for one in want.values())
+    largest = max(tensor.norm() for tensor in want.values())
 
     def error(model):
-        found = step(model, ids(2), autocast=torch.bfloat16)
+        actual = step(model, ids(2), autocast=torch.bfloat16)
         return sum(
-            float((found[key] - one).norm() / one.norm()) for key, one in want.items() if one.norm() > 1e-9 * largest
+            float((actual[key] - tensor).norm() / tensor.norm())
+            for key, tensor in want.items()
+            if tensor.norm() > 1e-9 * largest
         )
 
     ours, theirs = error(converted(name)), error(original(name))

@@ -140,7 +140,7 @@ class Routed(Scaled):
         del self.post_attention_layernorm
 
     def second(self, x):
-        return sum(torch.sin(one(x)) for one in self.mlp)
+        return sum(torch.sin(linear(x)) for linear in self.mlp)
 
 
 def model_of(kind=Scaled):
@@ -175,7 +175,7 @@ def test_a_layer_that_is_no_op_is_a_checkpoint(kind, mode):
     for copied in (by_deepcopy, by_pickle):
         other = copied(ours)
         assert saved(other, ids()) == saved(ours, ids())
-        assert all(one.forward.module is one for one in other.layers)
+        assert all(layer.forward.module is layer for layer in other.layers)
     assert not any(type(vars(m).get("forward")) is General for m in ckptkern.revert(ours).modules())
     left = ckptkern.convert(ours, ids(), recompute=mode, otherwise="leave")
     assert replaced_layers(left) == [None] * 2
@@ -186,15 +186,15 @@ def test_a_recompute_that_rounds_otherwise_decides_as_forward(hooked, monkeypatc
     """A layer with hooks inside becomes a checkpoint by another way."""
     theirs = model_of(Choosing)
     if hooked:
-        for one in theirs.layers:
-            one.router.register_forward_hook(lambda module, args, y: None)
+        for layer in theirs.layers:
+            layer.router.register_forward_hook(lambda module, args, y: None)
     ours, theirs, _ = pair(theirs, ids(), recompute="full")
     expected = step(theirs, ids())
-    assert [one.forward.context_fn for one in ours.layers] == [ckptkern.saved_decisions] * 2
+    assert [layer.forward.context_fn for layer in ours.layers] == [ckptkern.saved_decisions] * 2
     monkeypatch.setattr(Choosing, "noise", 1e-3)
     assert_same(step(ours, ids()), expected, 1e-2)
-    for one in ours.layers:
-        one.forward.context_fn = torch.utils.checkpoint.noop_context_fn
+    for layer in ours.layers:
+        layer.forward.context_fn = torch.utils.checkpoint.noop_context_fn
     with pytest.raises(AssertionError, match="differs from the original's"):
         assert_same(step(ours, ids()), expected, 0.1)
 
@@ -203,8 +203,8 @@ def test_it_saves_what_gradient_checkpointing_saves():
     # torch's keeps further arguments, such as tables, where no hook sees them
     ours, theirs, _ = pair(Stack(Scaled, nothing).train(), ids(), recompute="full")
     assert ours.layers[0].forward.context_fn is torch.utils.checkpoint.noop_context_fn, "it decides nothing"
-    for one in theirs.layers:  # torch's, by hand
-        one.forward = functools.partial(torch.utils.checkpoint.checkpoint, one.forward, use_reentrant=False)
+    for layer in theirs.layers:  # torch's, by hand
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
     assert saved(ours, ids()) <= 1.05 * saved(theirs, ids())
 
 
@@ -214,7 +214,7 @@ def test_it_saves_what_gradient_checkpointing_saves():
         (log, "its forward fills losses"),
         (large, "as an activation checkpoint it raises CheckpointError"),
         (grow, "as an activation checkpoint it raises"),
-        (tell, "as an activation checkpoint it gives other numbers"),
+        (tell, "its numbers differ as an activation checkpoint"),
         (change_arguments, "changes its arguments in place"),
     ],
 )
@@ -235,15 +235,15 @@ CHANGED = {
 @pytest.mark.parametrize("change", [count, average, large])
 def test_what_forward_updates_is_updated_once(change, before):
     model = model_of(variant(Layer, change=change))
-    for one in model.layers:
-        CHANGED[before](one)
+    for layer in model.layers:
+        CHANGED[before](layer)
     ours, theirs, conversion = pair(model, ids(), recompute="full")
     assert replaced_layers(conversion) == [None if change is large else "checkpoint"] * 2
     for _ in range(2):
         assert_same_steps(ours, theirs, ids())
-    for one, other in zip(ours.layers, theirs.layers, strict=True):
-        assert one.calls == other.calls
-        torch.testing.assert_close(dict(one.named_buffers()), dict(other.named_buffers()))
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert layer.calls == other.calls
+        torch.testing.assert_close(dict(layer.named_buffers()), dict(other.named_buffers()))
 
 
 def test_a_16_bit_layer_is_compared_in_float32():
@@ -264,14 +264,14 @@ def test_a_plan_and_a_report_of_checkpoints_around_fused_ops():
 def test_the_innermost_layers_are_checkpoints_but_for_marked_ones():
     """As T5's layers are marked, whose sublayers are a list, and MobileBERT's."""
     for kind, of, inside in (
-        (Stage, lambda one: one.blocks, lambda one: [one]),
-        (Marked, lambda one: [one], lambda one: one.blocks),
-        (Wrapping, lambda one: one.stages, lambda one: [one]),
+        (Stage, lambda layer: layer.blocks, lambda layer: [layer]),
+        (Marked, lambda layer: [layer], lambda layer: layer.blocks),
+        (Wrapping, lambda layer: layer.stages, lambda layer: [layer]),
     ):
         ours, theirs, _ = converted(kind)
-        for one in ours.layers:
-            assert {type(inner.forward) for inner in of(one)} == {General}, kind
-            assert not any("forward" in vars(inner) for inner in inside(one)), kind
+        for layer in ours.layers:
+            assert {type(inner.forward) for inner in of(layer)} == {General}, kind
+            assert not any("forward" in vars(inner) for inner in inside(layer)), kind
         assert_same_steps(ours, theirs, ids())
 
 
@@ -279,8 +279,8 @@ def test_running_statistics_are_updated_once():
     ours, theirs, conversion = converted(Normed)
     assert replaced_layers(conversion) == ["checkpoint"] * 2
     assert_same_steps(ours, theirs, ids())
-    for (name, one), other in zip(theirs.named_buffers(), ours.buffers(), strict=True):
-        torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, buffer), other in zip(theirs.named_buffers(), ours.buffers(), strict=True):
+        torch.testing.assert_close(other, buffer, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_none_saves_everything_and_a_whole_layer_is_fused():

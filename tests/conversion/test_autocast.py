@@ -62,7 +62,7 @@ class Layer(nn.Module):
             q, k = rotated(q, angles), rotated(k, angles)
         with self.out_of_autocast("attention", "narrow attention"):
             if self.apart == "attention":
-                q, k, v = (one.to(self.o.weight.dtype) for one in (q, k, v))
+                q, k, v = (tensor.to(self.o.weight.dtype) for tensor in (q, k, v))
             scores = q @ k.mT * (D // HEADS) ** -0.5
             with self.out_of_autocast("softmax"):
                 scores = scores.float().softmax(-1)
@@ -103,21 +103,21 @@ def prepared_by_accelerate():
 
 
 @pytest.mark.parametrize(
-    "made",
+    "build",
     [model_with_its_own_autocast, prepared_by_accelerate, lambda: (Model(), autocast())],
     ids=["the model enters it", "accelerate enters it", "convert is called in it"],
 )
-def test_the_rows_are_those_without_autocast(made):
+def test_the_rows_are_those_without_autocast(build):
     call = {"positions": POSITIONS, "labels": IDS}
     wanted = ckptkern.convert(Model().train(), IDS, **call)
     assert [row.replaced_by for row in wanted] == ["transformer_layer"] * 2 + ["linear_cross_entropy"]
-    model, context = made()
+    model, context = build()
     with context:
         conversion = ckptkern.convert(model.train(), IDS, **call)
     assert [(r.replaced_by, r.reason, r.saved_before, r.saved_after) for r in conversion] == [
         (r.replaced_by, r.reason, r.saved_before, r.saved_after) for r in wanted
     ]
-    ours, theirs = (step(one, IDS, **call, autocast=torch.bfloat16) for one in (model, Model().train()))
+    ours, theirs = (step(m, IDS, **call, autocast=torch.bfloat16) for m in (model, Model().train()))
     assert_same(ours, theirs, TOLERANCE)
     assert conversion.calls == {"fused": 3, "checkpointed": 0, "original": 0}
 
@@ -126,18 +126,18 @@ APART = {"nothing": True, "rotary tables": True, "softmax": True, "narrow attent
          "a linear layer": False, "a linear layer's own forward": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", APART)
-def test_what_a_layer_keeps_out_of_autocast(what):
+@pytest.mark.parametrize("part", APART)
+def test_what_a_layer_keeps_out_of_autocast(part):
     """It is fused without autocast, and with autocast unless that would round what is left out of it."""
-    ours, theirs, conversion = pair(Model(lambda: Layer(what)).train(), IDS, positions=POSITIONS, labels=IDS)
+    ours, theirs, conversion = pair(Model(lambda: Layer(part)).train(), IDS, positions=POSITIONS, labels=IDS)
     assert [row.replaced_by for row in conversion][:2] == ["transformer_layer"] * 2
     call = {"positions": POSITIONS, "labels": IDS}
     assert_same(step(ours, IDS, **call), step(theirs, IDS, **call))
     assert conversion.calls["fused"] == 3
-    found, wanted = (step(one, IDS, **call, autocast=torch.bfloat16) for one in (ours, theirs))
+    actual, wanted = (step(m, IDS, **call, autocast=torch.bfloat16) for m in (ours, theirs))
     # a fused layer rounds elsewhere; a checkpoint of the layer rounds where the layer does
-    assert_same(found, wanted, TOLERANCE)
-    assert (conversion.calls["fused"], conversion.calls["checkpointed"]) == ((6, 0) if APART[what] else (4, 2))
+    assert_same(actual, wanted, TOLERANCE)
+    assert (conversion.calls["fused"], conversion.calls["checkpointed"]) == ((6, 0) if APART[part] else (4, 2))
 
 
 def test_rotary_tables_out_of_autocast_are_exact():
@@ -160,7 +160,9 @@ def test_rotary_tables_out_of_autocast_are_exact():
 def test_a_head_that_is_kept_out_of_autocast(head):
     ours, theirs, conversion = pair(Model(head=head).train(), IDS, positions=POSITIONS, labels=IDS)
     exact = step(theirs, IDS, positions=POSITIONS, labels=IDS)
-    found, wanted = (step(one, IDS, positions=POSITIONS, labels=IDS, autocast=torch.bfloat16) for one in (ours, theirs))
-    assert_same(found, wanted, TOLERANCE)
+    actual, wanted = (
+        step(model, IDS, positions=POSITIONS, labels=IDS, autocast=torch.bfloat16) for model in (ours, theirs)
+    )
+    assert_same(actual, wanted, TOLERANCE)
     assert conversion.calls["fused"] == 3
-    assert exact.keys() == found.keys()
+    assert exact.keys() == actual.keys()

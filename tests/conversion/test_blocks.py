@@ -83,7 +83,7 @@ def test_a_sequential_is_cut_between_its_layers():
     torch.testing.assert_close(step(compiled, {"input": x}), wanted, **TOLERANCE)
     assert torch.equal(model.eval()(x), eager.eval()(x))
     model[0] = nn.Conv2d(3, 8, 3, padding=1)
-    with pytest.warns(UserWarning, match="its layers are others than those that were checked"):
+    with pytest.warns(UserWarning, match="its layers have changed since the check"):
         model.train()(x)
 
 

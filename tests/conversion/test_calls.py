@@ -79,13 +79,13 @@ MISSPELT = {
 @pytest.mark.parametrize("kind", [Named, Anything])
 @pytest.mark.parametrize("name", MISSPELT)
 def test_a_keyword_of_nobody(name, kind):
-    one, (value, hint) = kind(), MISSPELT[name]
-    before = dict(vars(one))
+    module, (value, hint) = kind(), MISSPELT[name]
+    before = dict(vars(module))
     with pytest.raises(TypeError) as error:
-        ckptkern.convert(one, X, **{name: value})
+        ckptkern.convert(module, X, **{name: value})
     message = f"convert: neither convert nor the forward of {kind.__name__} has an argument '{name}'"
     assert str(error.value) == message + hint
-    assert dict(vars(one)) == before
+    assert dict(vars(module)) == before
 
 
 def test_plan_names_it_too():
@@ -153,7 +153,7 @@ def test_a_pair_of_modes(model):
     for modes in (("full", "none"), ("none", "full"), ("full", "full"), "full", "none"):
         ours, _, conversion = pair(model, ids(), recompute=modes)
         bytes_[modes] = conversion.saved_after
-        assert [saved(one, ids()) for one in (ours, model)] == [conversion.saved_after, conversion.saved_before]
+        assert [saved(m, ids()) for m in (ours, model)] == [conversion.saved_after, conversion.saved_before]
     pairs = bytes_["full", "none"], bytes_["none", "full"]
     assert bytes_["full"] == bytes_["full", "full"] < min(pairs) < max(pairs) < bytes_["none"]
 
@@ -169,7 +169,7 @@ def test_a_pair_of_modes_of_parts(model):
 
 def test_a_name_of_nothing_is_an_error(model):
     for option in ("include", "exclude"):
-        with pytest.raises(ValueError, match=f"{option}='layer.0' is the name of no module of Stack; .* 'layers.0'"):
+        with pytest.raises(ValueError, match=f"{option}='layer.0' matches no module of Stack; .* 'layers.0'"):
             ckptkern.convert(model, ids(), **{option: ["layers.1", "layer.0"]})
     ckptkern.convert(model, ids(), exclude=nn.Conv2d)  # no name
 
@@ -199,13 +199,13 @@ def test_a_training_call_is_counted_and_no_other(model):
 def test_another_call_than_the_example_is_counted_and_warns_once(model):
     conversion = ckptkern.convert(model, ids())
     x, layers = torch.randn(2, 6, WIDTH), model.layers
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for layer in (*layers, *layers):
             layer(x, tables=None)
-    assert len(found) == 1
-    assert "call of layers.0 (Llama)" in str(found[0].message)
-    assert "tables is None, and was of class tuple in the example for convert" in str(found[0].message)
+    assert len(caught) == 1
+    assert "call of layers.0 (Llama)" in str(caught[0].message)
+    assert "tables is None, and was of class tuple in the example for convert" in str(caught[0].message)
     assert conversion.calls == {"fused": 0, "checkpointed": 0, "original": 4}
     ckptkern.convert(model, ids())  # which warns again
     with pytest.warns(UserWarning, match="the example for convert had no other. Give convert a call like"):
@@ -220,18 +220,18 @@ def assert_raises_type_error(layer, x):
 
 def test_a_call_for_hidden_states_leaves_all_fused(language_model):
     """transformers leaves hooks on layers and their attention after it."""
-    given = {"input_ids": TOKENS, "use_cache": False}
+    inputs = {"input_ids": TOKENS, "use_cache": False}
     language_model.config._attn_implementation = "eager"  # whose attentions a call may ask for
-    expected = step(copy.deepcopy(language_model), **given)
-    conversion = ckptkern.convert(language_model, **given)
-    states = language_model(**given, output_hidden_states=True).hidden_states
+    expected = step(copy.deepcopy(language_model), **inputs)
+    conversion = ckptkern.convert(language_model, **inputs)
+    states = language_model(**inputs, output_hidden_states=True).hidden_states
     assert len(states) == 3
     assert conversion.calls == FUSED
-    assert_same(step(language_model, **given), expected)
+    assert_same(step(language_model, **inputs), expected)
     assert conversion.calls == FUSED | {"fused": 4}
-    assert language_model(**given, output_attentions=True).attentions[1].shape == (2, 4, 9, 9)
+    assert language_model(**inputs, output_attentions=True).attentions[1].shape == (2, 4, 9, 9)
     assert conversion.calls["fused"] == 4, "what the call asks for is inside of the layers"
-    again = ckptkern.convert(language_model, **given)  # with the hooks there
+    again = ckptkern.convert(language_model, **inputs)  # with the hooks there
     assert {row.replaced_by for row in again.converted} == {"transformer_layer"}
 
 
@@ -239,15 +239,15 @@ def test_a_call_for_hidden_states_leaves_all_fused(language_model):
 def test_padding_that_the_example_had_not_under_a_cache(language_model):
     mask = torch.ones_like(TOKENS)
     mask[1, :4] = 0
-    given = {"input_ids": TOKENS, "attention_mask": mask}
-    expected = step(copy.deepcopy(language_model), **given, use_cache=False)
+    inputs = {"input_ids": TOKENS, "attention_mask": mask}
+    expected = step(copy.deepcopy(language_model), **inputs, use_cache=False)
     conversion = ckptkern.convert(language_model, input_ids=TOKENS)  # transformers makes a cache
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for options in ({}, {"use_cache": False}):
-            assert_same(step(language_model, **given, **options), expected)
+            assert_same(step(language_model, **inputs, **options), expected)
     assert conversion.calls == FUSED | {"fused": 4}
-    ours = [str(one.message) for one in found if "ckptkern" in str(one.message)]
+    ours = [str(warning.message) for warning in caught if "ckptkern" in str(warning.message)]
     assert len(ours) == 1
     assert "use_cache=False" in ours[0]
 
@@ -280,11 +280,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_no_layer_reads_may_change(language_model, change):
-    given = {"input_ids": TOKENS, "use_cache": False}
-    conversion = ckptkern.convert(language_model, **given)
+    inputs = {"input_ids": TOKENS, "use_cache": False}
+    conversion = ckptkern.convert(language_model, **inputs)
     for _ in range(2):
         CHANGES[change](language_model)
-        step(language_model, **given)
+        step(language_model, **inputs)
     assert conversion.calls == FUSED | {"fused": 4}
 
 
@@ -295,24 +295,24 @@ READ = {
     "a function": (lambda m: setattr(m.layers[0].mlp, "forward", lambda x: x), "mlp has a hook, or a forward of its own"),
     "a hook": (lambda m: m.layers[0].mlp.register_forward_hook(lambda *_: None), "mlp has a hook, or a forward of its own"),
     "a module": (lambda m: setattr(m.layers[0].mlp, "act_fn", nn.ReLU()), "mlp.act_fn is another module: a ReLU, and "),
-    "a mode": (lambda m: m.layers[0].self_attn.eval(), "self_attn is in evaluation mode, other than the layer that it is in"),
+    "a mode": (lambda m: m.layers[0].self_attn.eval(), "self_attn is in evaluation mode, unlike the layer that it is in"),
     "another configuration": (lambda m: setattr(m.layers[0].self_attn, "config", copy.copy(m.config)), "self_attn.config is "),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", READ)
 def test_what_a_layer_reads_unfuses_it_with_a_warning(language_model, change):
-    given, (make, cause) = {"input_ids": TOKENS, "use_cache": False}, READ[change]
-    conversion = ckptkern.convert(language_model, **given)
-    step(language_model, **given)
+    inputs, (make, cause) = {"input_ids": TOKENS, "use_cache": False}, READ[change]
+    conversion = ckptkern.convert(language_model, **inputs)
+    step(language_model, **inputs)
     make(language_model)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            step(language_model, **given)
+            step(language_model, **inputs)
     layers = 2 if change == "the configuration" else 1  # that read it
     assert conversion.calls == {"fused": 6 - 2 * layers, "checkpointed": 2 * layers, "original": 0}
-    (message,) = (str(one.message) for one in found)
+    (message,) = (str(warning.message) for warning in caught)
     assert "a training call of layers.0 (LlamaDecoderLayer) runs an activation checkpoint, not fused: " in message
     assert cause in message
     assert message.endswith(". Convert the model once more, as it is trained now")

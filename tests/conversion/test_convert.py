@@ -96,15 +96,15 @@ def test_probabilities_are_there_for_who_reads_them():
     x = tokens()
     ours, theirs, conversion = pair(ARCHITECTURES["weighted"].layer(), x)
     assert fused_of(conversion) == LAYER
-    found = []
+    results = []
     for layer in (ours, theirs):
         _, weights = layer(x)
         grads = torch.autograd.grad((weights * weights.detach().cos()).sum(), layer.qkv.weight)
-        found.append((weights + 0, torch.stack([weights, weights]), *grads))
-    torch.testing.assert_close(*found)
+        results.append((weights + 0, torch.stack([weights, weights]), *grads))
+    torch.testing.assert_close(*results)
     unread = ours(x)[1]
     assert isinstance(unread, Unread)
-    assert (unread.dtype, unread.original.made) == (torch.float32, [])
+    assert (unread.dtype, unread.original.results) == (torch.float32, [])
     assert ours(x)[1].shape == (2, HEADS, 6, 6)
     nn.init.ones_(ours.fc2.bias)
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_probabilities_are_there_for_who_reads_them():
 
 def test_parallel_branches_have_dropouts_of_their_own():
     layer, x = ARCHITECTURES["parallel"].layer(), tokens()
-    layer.fc2, layer.proj = (nn.Sequential(one, nn.Dropout(0.25)) for one in (layer.fc2, layer.proj))
+    layer.fc2, layer.proj = (nn.Sequential(linear, nn.Dropout(0.25)) for linear in (layer.fc2, layer.proj))
     assert fused_of(ckptkern.convert(layer, x, **with_part_of_tables(x))) == LAYER
 
 
@@ -132,8 +132,8 @@ def test_dropout_is_where_it_was():
 
     theirs, others = moments(1), moments(2)
     assert fused_of(ckptkern.convert(layer, x)) == LAYER
-    for mine, one, other in zip(moments(3), theirs, others, strict=True):
-        noise, error = ((a - one).square().mean().sqrt() for a in (other, mine))
+    for mine, expected, other in zip(moments(3), theirs, others, strict=True):
+        noise, error = ((a - expected).square().mean().sqrt() for a in (other, mine))
         assert error < 1.25 * noise, f"off by {error:.2e}, where another seed is by {noise:.2e}"
     layer.resid_dropout.p = 1.0  # is read in each call
     torch.testing.assert_close(layer(x)[0], x)
@@ -163,7 +163,7 @@ def test_a_mask_that_appears_later_is_applied():
     seen[0, :, 0, 0] = True
     for mask in (seen, torch.zeros(2, 1, 6, 6).masked_fill(~seen, -1e4), with_mask(tokens())["attention_mask"]):
         assert_same_steps(ours, theirs, ids(), attention_mask=mask)
-    after, before = (saved(one, ids(), attention_mask=seen) for one in (ours, theirs))
+    after, before = (saved(m, ids(), attention_mask=seen) for m in (ours, theirs))
     assert after < before / 2, "a bool mask was checked beforehand"
 
 
@@ -293,17 +293,17 @@ LATER = {name: lambda layer, change=change: change(layer.mlp.up_proj) for name, 
 
 
 @pytest.mark.parametrize("is_called", [True, False], ids=["called before", "a new copy"])
-@pytest.mark.parametrize("what", LATER)
-def test_a_later_change_counts_and_memory_stays_low(what, is_called):
+@pytest.mark.parametrize("change", LATER)
+def test_a_later_change_counts_and_memory_stays_low(change, is_called):
     ours, theirs = llama()
     if is_called:  # the guard looks up then what it compares
         ours(ids())
     for model in (ours, theirs):
         torch.manual_seed(1)
         for layer in model.layers:
-            LATER[what](layer)
+            LATER[change](layer)
     assert_same_steps(ours, theirs, ids())
-    assert calls_of(ours)["checkpointed"] == (0 if what == "another weight" else 2)
+    assert calls_of(ours)["checkpointed"] == (0 if change == "another weight" else 2)
     assert saved(ours, ids()) < 6 * X < saved(theirs, ids()), "the layers save their input"
 
 
@@ -323,9 +323,9 @@ class Tied(nn.Module):
 def test_a_weight_in_two_places_that_is_one_no_more():
     ours, theirs, conversion = pair(Tied(), tokens())
     assert fused_of(conversion) == ["mlp_block"]
-    for one in (ours, theirs):
+    for m in (ours, theirs):
         torch.manual_seed(1)
-        one.up = nn.Parameter(torch.randn(48, WIDTH))
+        m.up = nn.Parameter(torch.randn(48, WIDTH))
     assert_same_steps(ours, theirs, tokens())
 
 
@@ -336,14 +336,14 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("what", BEFORE)
-def test_what_cannot_be_fused_runs_as_an_activation_checkpoint(what):
+@pytest.mark.parametrize("change", BEFORE)
+def test_what_cannot_be_fused_runs_as_an_activation_checkpoint(change):
     model = llama()[1]
     for layer in model.layers:
-        LATER[what](layer)
+        LATER[change](layer)
     ours, theirs, conversion = pair(model, ids())
     assert fused_of(conversion) == ["checkpoint"] * 2
-    assert all(BEFORE[what] in row.reason for row in conversion.converted), str(conversion)
+    assert all(BEFORE[change] in row.reason for row in conversion.converted), str(conversion)
     assert_same_steps(ours, theirs, ids())
     assert saved(ours, ids()) < 6 * X < saved(theirs, ids())
 
@@ -370,7 +370,7 @@ def test_the_table():
     assert saves.startswith("2 modules converted; the whole model saves ")
     assert calls == "calls since then: 0 fused, 0 checkpointed, 0 original"
     assert [row.name for row in conversion] == ["layers.0", "layers.1", "head"]
-    assert "head: the example's call has no F.cross_entropy of it" in text
+    assert "head: the example's call has no F.cross_entropy of its logits" in text
 
 
 class Towers(nn.Module):
@@ -403,10 +403,10 @@ NOT_RUN = {
 }
 
 
-@pytest.mark.parametrize("what", NOT_RUN)
-def test_what_the_example_does_not_run_has_a_row(what):
-    options, names = NOT_RUN[what]
-    with torch.autocast("cpu", torch.bfloat16, enabled=what == "under autocast"):
+@pytest.mark.parametrize("case", NOT_RUN)
+def test_what_the_example_does_not_run_has_a_row(case):
+    options, names = NOT_RUN[case]
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "under autocast"):
         conversion = ckptkern.convert(Towers(), ids(), every=2, **options)
     rows = {row.name: row for row in conversion.left if "did not run it" in row.reason}
     assert rows.keys() == names, str(conversion)

@@ -43,7 +43,7 @@ COPIED |= {
 @pytest.mark.parametrize("use", COPIED)
 def test_a_copy_of_detached_logits_is_values(use, dtype):
     """It is read after the optimizer's step, and the loss that is taken after it is as it was."""
-    found = []
+    results = []
     for model in converted_pair(bias=True):
         model.to(dtype)
         logits, _ = model(ids())
@@ -52,14 +52,14 @@ def test_a_copy_of_detached_logits_is_values(use, dtype):
         with saved_tensors([*model.parameters()]) as saved:
             loss = loss_of(logits)
         assert any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors) == (type(logits) is Tensor)
-        assert not isinstance(logits, Logits) or not (logits.made or logits.matmul.aliases)
+        assert not isinstance(logits, Logits) or not (logits.computed or logits.matmul.aliases)
         grads = torch.autograd.grad(loss, model.embed.weight)
         with torch.no_grad():
             model.head.weight.mul_(2)
-        found.append((copied, loss.detach(), *grads))
+        results.append((copied, loss.detach(), *grads))
     rounded = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(*found, **rounded)
-    assert not found[0][0].requires_grad
+    torch.testing.assert_close(*results, **rounded)
+    assert not results[0][0].requires_grad
 
 
 def test_what_asks_for_no_copy_stays_lazy():
@@ -68,7 +68,7 @@ def test_what_asks_for_no_copy_stays_lazy():
     with torch.no_grad():
         lazy = logits[..., :-1, :].contiguous(), logits.float().reshape(-1, V), logits.to(logits.dtype) / 2, -logits
     lazy += logits.detach(), logits.detach()[:, 1:].contiguous().flatten(0, 1), logits.clone()
-    assert all(type(one) is Logits and not one.made for one in lazy)
+    assert all(type(logits) is Logits and not logits.computed for logits in lazy)
 
 
 def test_a_mask_of_detached_logits_counts_after_a_copy():

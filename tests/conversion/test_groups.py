@@ -28,31 +28,31 @@ class Frame(Stack):
 
     order: Iterable[int] = range(LAYERS)
 
-    def between(self, i, x, found):
+    def between(self, i, x, seen):
         return x
 
-    def forward(self, given):
-        x, found = self.embed(given), []
+    def forward(self, tokens):
+        x, seen = self.embed(tokens), []
         for i in self.order:
             x = self.layers[i](x, **self.calls(x))
-            x = self.between(i, x[0] if isinstance(x, tuple) else x, found)
-        return self.head(x + sum(map(torch.sin, found)))
+            x = self.between(i, x[0] if isinstance(x, tuple) else x, seen)
+        return self.head(x + sum(map(torch.sin, seen)))
 
 
-def adds(self, i, x, found):
+def adds(self, i, x, seen):
     return x + 1 if i == 0 else x
 
 
-def changes(self, i, x, found):
+def changes(self, i, x, seen):
     return x.mul_(2) if i == 0 else x
 
 
-def collects(self, i, x, found):
-    found.append(x)  # is used elsewhere, too
+def collects(self, i, x, seen):
+    seen.append(x)  # is used elsewhere, too
     return x
 
 
-def samples(self, i, x, found):
+def samples(self, i, x, seen):
     torch.rand(3)  # as a model with layer dropout
     return x
 
@@ -122,9 +122,9 @@ def test_a_region_saves_its_first_input(every):
 
 def test_a_layer_that_is_called_again_begins_a_region():
     grouped(model := model_of(kind=CASES["layers called again"][1]))
-    with saved_tensors(model) as found:
+    with saved_tensors(model) as saved:
         model(ids())
-    assert [shape for shape, *_ in found.tensors].count((B, S, WIDTH)) == 4, "of three regions and of the last layer"
+    assert [shape for shape, *_ in saved.tensors].count((B, S, WIDTH)) == 4, "of three regions and of the last layer"
 
 
 def test_layers_may_be_left_out():
@@ -152,9 +152,9 @@ def test_a_parameter_that_changes_is_an_error(when):
 
 @pytest.mark.parametrize("layer", [Llama, Scaled, with_tuple])
 def test_a_mode_may_change_before_backward(layer):
-    def run(model, given):
+    def run(model, tokens):
         torch.manual_seed(1)
-        loss = model.train()(given).square().mean()
+        loss = model.train()(tokens).square().mean()
         model.eval()
         grads = torch.autograd.grad(loss, list(model.parameters()))
         assert not any(m.training for m in model.modules())
@@ -166,12 +166,12 @@ def test_a_mode_may_change_before_backward(layer):
 @pytest.mark.slow
 def test_frozen_layers_and_a_second_backward():
     model = model_of()
-    for one in (model.embed, *model.layers[:4]):
-        one.requires_grad_(False)
+    for module in (model.embed, *model.layers[:4]):
+        module.requires_grad_(False)
 
-    def twice(model, given):
+    def twice(model, tokens):
         model.zero_grad()
-        loss = model(given).square().mean()
+        loss = model(tokens).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -250,7 +250,7 @@ def test_transformers_hidden_states_and_caches():
 def test_what_is_refused():
     # between all layers something is computed
     with pytest.warns(UserWarning, match="every=2 forms no group of layers"):
-        conversion = grouped(model_of(kind=variant(Frame, between=lambda self, i, x, found: x + 0)), 2)
+        conversion = grouped(model_of(kind=variant(Frame, between=lambda self, i, x, seen: x + 0)), 2)
     assert conversion.groups == []
     with pytest.raises(ValueError, match="convert: every must be an integer of at least 1, not 0"):
         grouped(model_of(), 0)

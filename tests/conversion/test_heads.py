@@ -50,9 +50,9 @@ class LM(nn.Module):
 
 
 def ids(seed=0, length=S):
-    made = torch.randint(0, V, (B, length), generator=torch.Generator().manual_seed(seed))
-    made[0, 4] = 3
-    return made
+    tokens = torch.randint(0, V, (B, length), generator=torch.Generator().manual_seed(seed))
+    tokens[0, 4] = 3
+    return tokens
 
 
 def model_of(loss=flat, **options):
@@ -85,9 +85,9 @@ def step(model, seed=2, length=S, **options):
 
 
 def keeps_logits(model):
-    with saved_tensors([*model.parameters(), model.class_weights]) as found:
+    with saved_tensors([*model.parameters(), model.class_weights]) as saved:
         model(ids(), ids(1))
-    return any(V in shape and shape.numel() > V for shape, _, _ in found.tensors)
+    return any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors)
 
 
 def assert_same_step(ours, theirs):
@@ -192,7 +192,7 @@ LEFT = {
 @pytest.mark.parametrize("loss", READ)
 def test_logits_that_are_read_as_well(loss):
     theirs = model_of(READ[loss])
-    with pytest.warns(UserWarning, match="forward also hands the logits of head to"):
+    with pytest.warns(UserWarning, match="forward also passes the logits of head to"):
         ours = converted(theirs)
     assert_same_step(ours, theirs)
 
@@ -265,26 +265,26 @@ BEFORE = OWN_FORWARD | {
 LATER |= BEFORE | {"another layer": lambda model: setattr(model, "head", nn.Linear(WIDTH, V))}
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_a_later_change_counts(what):
+@pytest.mark.parametrize("change", LATER)
+def test_a_later_change_counts(change):
     ours, theirs = converted_pair(tied=False)
     for model in (ours, theirs):
         torch.manual_seed(1)
-        LATER[what](model)
+        LATER[change](model)
     assert_same_step(ours, theirs)
-    assert type(ours.head(ours.hidden(ids()))) is not Logits or what not in OWN_FORWARD
+    assert type(ours.head(ours.hidden(ids()))) is not Logits or change not in OWN_FORWARD
 
 
-@pytest.mark.parametrize("what", BEFORE)
-def test_what_was_there_before_is_read(what):
+@pytest.mark.parametrize("change", BEFORE)
+def test_what_was_there_before_is_read(change):
     ours, theirs = model_of(tied=False), model_of(tied=False)
     for model in (ours, theirs):
         torch.manual_seed(1)
-        BEFORE[what](model)
+        BEFORE[change](model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         conversion = ckptkern.convert(ours, ids(), ids(1))
-    assert [row.name for row in conversion.converted] == (["head"] if what in ("a frozen head", "LoRA") else [])
+    assert [row.name for row in conversion.converted] == (["head"] if change in ("a frozen head", "LoRA") else [])
     assert_same_step(ours, theirs)
 
 
@@ -297,7 +297,7 @@ def test_modes_and_the_table(dtype):
         (row,) = conversion
         assert (row.name, row.kind) == ("head", "Linear")
         if mode == "none" and dtype is torch.float32:  # both save 4 bytes of a logit
-            assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy saves no less")
+            assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy does not save less")
             continue
         assert row.replaced_by == "linear_cross_entropy"
         bytes_[mode] = saved(model, ids(), ids(1))
@@ -351,7 +351,9 @@ def test_what_is_asked_and_what_is_missing():
         rows = ckptkern.convert(model, ids(), **{"targets": ids(1)} | options).converted
         assert [row.replaced_by for row in rows] == replaced_by
     assert [row.replaced_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
-    assert "head: the example's call has no F.cross_entropy of it: with labels" in str(ckptkern.convert(model, ids()))
+    assert "head: the example's call has no F.cross_entropy of its logits. With labels" in str(
+        ckptkern.convert(model, ids())
+    )
 
 
 def test_functional_calls_and_transforms():

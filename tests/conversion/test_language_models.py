@@ -91,7 +91,7 @@ MODELS = {
     "MistralForCausalLM": ("MistralConfig", BASE | dict(sliding_window=5)),
     "FlintForCausalLM": ("FlintConfig", WINDOWED),
 }
-MODELS = {name: one for name, one in MODELS.items() if hasattr(transformers, one[0])}  # older releases have fewer
+MODELS = {name: entry for name, entry in MODELS.items() if hasattr(transformers, entry[0])}  # older releases have fewer
 CHECKPOINTS = ("GPT2", "Gemma2", "GptOss", "Afmoe", "Qwen3Next")  # of whose layers not all are one op
 PADDED = ("Llama", "GPT2", "Mistral", "GraniteSWA", "Flint")  # whose layers get padding masks as they are given
 # others differ in what the small architectures have, too; more families are in benchmarks/conversion/families.py
@@ -109,9 +109,9 @@ def model_of(name="LlamaForCausalLM", **changes):
     config, settings = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, name.split()[-1])(getattr(transformers, config)(**settings | changes))
-    for key, one in model.named_parameters():
+    for key, p in model.named_parameters():
         if key.endswith("sinks"):
-            nn.init.normal_(one)
+            nn.init.normal_(p)
     return model.train()
 
 
@@ -171,12 +171,12 @@ def test_loss_gradients_bytes_and_masks(name, masks_of_layers):
         if kind_of(theirs) in PADDED:
             assert ours.config._attn_implementation == masks.NAME
             assert {*masks_of_layers} == ({mask} if mask else set()), "a mask of two dimensions is written out"
-    found = []
+    results = []
     for model in (ours, theirs):
-        with saved_tensors(model) as one:
+        with saved_tensors(model) as saved:
             model(**batch(4))
-        found.append((one.bytes, any(V in shape for shape, _, _ in one.tensors)))
-    (after, our_logits), (before, their_logits) = found
+        results.append((saved.bytes, any(V in shape for shape, _, _ in saved.tensors)))
+    (after, our_logits), (before, their_logits) = results
     assert (our_logits, their_logits) == (False, True)
     assert after < before / 2
 

@@ -92,7 +92,7 @@ def through_a_view(change):
 def of_neighbours(self, q, k, cos, sin):
     """As DeepSeek-V3's in transformers."""
     cos, sin = (table[:, None, :, : ROPE // 2] for table in (cos, sin))
-    pairs = [(one[..., 0::2], one[..., 1::2]) for one in (q, k)]
+    pairs = [(heads[..., 0::2], heads[..., 1::2]) for heads in (q, k)]
     return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), -1) for a, b in pairs)
 
 
@@ -100,8 +100,8 @@ class Complex(Attention):
     """Pairs as complex numbers, as DeepSeek-V2's."""
 
     def rotate(self, q, k, turns):
-        q, k = (torch.view_as_complex(one.unflatten(-1, (-1, 2)).contiguous()) * turns[:, None] for one in (q, k))
-        return tuple(torch.view_as_real(one).flatten(3) for one in (q, k))
+        q, k = (torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous()) * turns[:, None] for heads in (q, k))
+        return tuple(torch.view_as_real(heads).flatten(3) for heads in (q, k))
 
 
 def scaled(self, q, k, v):

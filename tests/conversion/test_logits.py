@@ -56,11 +56,11 @@ def of_float32(z, index):
 
 def trl_entropy(z, index=None):
     """After trl.trainer.utils.entropy_from_logits, in our words: chunks of tokens."""
-    found = []
+    entropies = []
     for part in z.reshape(-1, z.shape[-1]).split(4, dim=0):
         log_p = F.log_softmax(part, dim=-1)
-        found.append(-(torch.exp(log_p) * log_p).sum(-1))
-    return torch.cat(found).reshape(z.shape[:-1])
+        entropies.append(-(torch.exp(log_p) * log_p).sum(-1))
+    return torch.cat(entropies).reshape(z.shape[:-1])
 
 
 def verl_entropy(z, index=None):
@@ -84,8 +84,8 @@ def fairseq(z, index):
     log_p = F.log_softmax(z, dim=-1, dtype=torch.float32).view(-1, z.shape[-1])
     nll = -log_p.gather(dim=-1, index=index.reshape(-1, 1))
     smooth = -log_p.sum(dim=-1, keepdim=True)
-    for one in (nll, smooth):
-        one.masked_fill_(index.reshape(-1, 1) == 3, 0.0)
+    for losses in (nll, smooth):
+        losses.masked_fill_(index.reshape(-1, 1) == 3, 0.0)
     return 0.9 * nll.sum() + 0.1 / V * smooth.sum()
 
 
@@ -138,17 +138,17 @@ def weighted(y):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("written", WRITTEN)
 def test_log_probabilities_and_entropies_without_values(written, bias):
-    found = []
+    results = []
     for model in converted_pair(bias=bias):
         y = []
         for change in CHANGES:
             logits, _ = model(ids())
             z = change(logits)
             y.append(written(z, LABELS[:, -z.shape[1] :]))
-            assert not isinstance(logits, Logits) or not (logits.made or z.made or logits.matmul.aliases)
+            assert not isinstance(logits, Logits) or not (logits.computed or z.computed or logits.matmul.aliases)
         grads = torch.autograd.grad(sum(map(weighted, y)), [model.embed.weight, model.body[0].weight])
-        found.append([*(one.detach() for one in y), *grads])
-    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+        results.append([*(tensor.detach() for tensor in y), *grads])
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -158,7 +158,7 @@ def test_arg_max_and_lse(grad):
         assert torch.equal(logits.argmax(dim=-1), want.argmax(-1))
         assert torch.equal(torch.argmax(logits, -1, keepdim=True), want.argmax(-1, keepdim=True))
         torch.testing.assert_close(logits.logsumexp(-1, keepdim=True), want.logsumexp(-1, keepdim=True))
-    assert not logits.made
+    assert not logits.computed
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -167,25 +167,25 @@ def test_dtypes_are_torchs(function, autocast):
     x, w = torch.randn(4, WIDTH).bfloat16(), torch.randn(V, WIDTH).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = Matmul(x, LMHead(w)).logits()
-        found = [function(z, dim=-1) for z in (logits, F.linear(x, w))]
-        found = [one.gather(-1, torch.arange(4)[:, None]) if one.dim() > 1 else one for one in found]
-    assert not logits.made
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+        results = [function(z, dim=-1) for z in (logits, F.linear(x, w))]
+        results = [result.gather(-1, torch.arange(4)[:, None]) if result.dim() > 1 else result for result in results]
+    assert not logits.computed
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
 def test_without_gradients_they_are_lazy_too():
     """As TRL logs an entropy, and a reference's log-probabilities: no gradient, and those of the loss are as they were."""
-    found = []
+    results = []
     for model in converted_pair():
         logits, _ = model(ids())
         with torch.no_grad():
             logged = [trl_entropy(logits), trl(logits[:, 1:], LABELS[:, 1:]), loss_of(logits)]
         logged += [verl(logits.detach(), LABELS), verl_entropy(logits.detach())]
-        assert not any(one.requires_grad for one in logged)
+        assert not any(tensor.requires_grad for tensor in logged)
         loss = loss_of(logits)
-        found.append([*logged, loss.detach(), *torch.autograd.grad(loss, model.embed.weight)])
+        results.append([*logged, loss.detach(), *torch.autograd.grad(loss, model.embed.weight)])
         assert not isinstance(logits, Logits) or not logits.matmul.aliases, "values were made"
-    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
 
 
 def test_the_bytes_of_a_preference_loss():
@@ -230,12 +230,12 @@ def test_losses_of_a_low_rank_update():
     """The logits of LoRA's layer get the same functions."""
     x, w = torch.randn(4, WIDTH), torch.randn(V, WIDTH)
     a, b = torch.randn(2, WIDTH).requires_grad_(), torch.randn(V, 2).requires_grad_()
-    found = []
+    results = []
     for z in (Matmul(x, LMHead(w), lora=ckptkern.LoRA(a, b, 0.5)).logits(), F.linear(x, w + 0.5 * b @ a)):
-        loss = sum(weighted(one(z[None], LABELS[:1, :4])) for one in (*SMOOTHED, nll))
-        assert not isinstance(z, Logits) or not (z.made or z.matmul.aliases)
-        found.append([loss.detach(), *torch.autograd.grad(loss, [a, b])])
-    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+        loss = sum(weighted(loss_of(z[None], LABELS[:1, :4])) for loss_of in (*SMOOTHED, nll))
+        assert not isinstance(z, Logits) or not (z.computed or z.matmul.aliases)
+        results.append([loss.detach(), *torch.autograd.grad(loss, [a, b])])
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
 
 
 # -- what gets values
@@ -275,11 +275,11 @@ VALUES = {
 
 @pytest.mark.parametrize("use", VALUES)
 def test_other_functions_get_values(use):
-    found = []
+    results = []
     for model in converted_pair():
         result = VALUES[use](model(ids())[0])
-        found.append([result.detach(), *torch.autograd.grad(result.sum(), model.embed.weight)])
-    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+        results.append([result.detach(), *torch.autograd.grad(result.sum(), model.embed.weight)])
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-6)
 
 
 def hooked(z):
@@ -374,10 +374,11 @@ def test_metadata_asks_for_no_values():
     logits, want = Matmul(x, LMHead(w)).logits(), F.linear(x, w)
     hash(logits), logits.numel(), logits.element_size(), logits.layout
     assert logits.flatten(0, 1).view(3, 6, V)[1].shape == (6, V)
-    assert not logits.made
+    assert not logits.computed
     for change in (lambda z: z[:, 1:], lambda z: z.transpose(0, 1) * 2, lambda z: z.transpose(1, 2).contiguous()):
         of_both = (
-            (one.shape, one.stride(), one.is_contiguous(), one.storage_offset()) for one in map(change, (logits, want))
+            (tensor.shape, tensor.stride(), tensor.is_contiguous(), tensor.storage_offset())
+            for tensor in map(change, (logits, want))
         )
         assert next(of_both) == next(of_both)
 
@@ -425,13 +426,13 @@ def test_what_made_logits_is_said(cause):
 def test_gradients_that_are_never_formed_are_refused():
     logits, loss = converted_pair()[0](ids(), LABELS)
     logits.register_hook(print)  # as fully_shard does with all outputs
-    assert not logits.made
+    assert not logits.computed
     with pytest.raises(RuntimeError, match="retain_grad needs the gradient of logits"):
         logits.retain_grad()
     log_probs = verl(logits, LABELS)
-    for one in (loss, log_probs.sum()):
+    for result in (loss, log_probs.sum()):
         with pytest.raises(RuntimeError, match="grad needs the gradient of logits"):
-            torch.autograd.grad(one, logits, allow_unused=True)
+            torch.autograd.grad(result, logits, allow_unused=True)
     torch.autograd.grad(logits.sum(), logits.matmul.head.weight)
 
 

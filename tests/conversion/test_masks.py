@@ -67,8 +67,8 @@ def test_no_square_is_written():
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            for one in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(one, Tensor) and one.dim() >= 2 and one.shape[-1] == one.shape[-2] == 61:
+            for part in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(part, Tensor) and part.dim() >= 2 and part.shape[-1] == part.shape[-2] == 61:
                     squares.append(func)
             return result
 
@@ -103,7 +103,7 @@ def test_layers_that_were_not_replaced(exclude, name):
     seen = PADDED["attention_mask"].bool()
     with torch.no_grad():
         logits = [model.eval()(**PADDED).logits for model in (ours, theirs)]
-    torch.testing.assert_close(*(one[seen] for one in logits))
+    torch.testing.assert_close(*(z[seen] for z in logits))
     assert logits[0].isfinite().all()
 
 

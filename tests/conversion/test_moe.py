@@ -148,8 +148,8 @@ class Model(nn.Module):
         self.mixers = nn.ModuleList(nn.ModuleDict({"block": block()}) for _ in range(2))
 
     def forward(self, x):
-        for one in self.mixers:
-            x = x + x.roll(1, 1).sin() + one["block"](x / x.square().mean().sqrt())
+        for mixer in self.mixers:
+            x = x + x.roll(1, 1).sin() + mixer["block"](x / x.square().mean().sqrt())
         return x
 
 
@@ -207,8 +207,8 @@ def converted(block, op="moe_block", **options):
     torch.manual_seed(0)
     ours, theirs, conversion = pair(Model(block), inputs(), otherwise="leave", **options)
     path = "block" if op == "moe_block" else "block.experts"
-    found = {row.name: row.replaced_by for row in conversion.converted}
-    assert found == {f"mixers.{i}.{path}": op for i in range(2)}, str(conversion)
+    replaced = {row.name: row.replaced_by for row in conversion.converted}
+    assert replaced == {f"mixers.{i}.{path}": op for i in range(2)}, str(conversion)
     assert all(row.error < 2e-5 and row.saved_after < row.saved_before for row in conversion.converted)
     return ours, theirs
 
@@ -346,7 +346,7 @@ NEAR_MISSES = OTHER_EXPERTS | {
     "noise": with_router(choose=noisy),
     "weighed otherwise": with_router(weigh=squared),
     "weighed with the bias": with_router(Biased, weigh=with_the_bias),
-    "detached weights": with_router(weigh=lambda self, *given: Router.weigh(self, *given).detach()),
+    "detached weights": with_router(weigh=lambda self, *args: Router.weigh(self, *args).detach()),
     "ranked by mean": with_router(Grouped, taken=(2, 1), rank=lambda self, groups: groups.mean(-1)),
     "jitter": otherwise(forward=jittered),
     "in place": otherwise(forward=in_place),
@@ -393,10 +393,10 @@ OF_ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("what", OF_ROUTERS)
-def test_a_later_change_of_a_router_counts(what):
+@pytest.mark.parametrize("change", OF_ROUTERS)
+def test_a_later_change_of_a_router_counts(change):
     ours, theirs = converted(of(router=Biased))
     for model in (ours, theirs):
         torch.manual_seed(1)
-        OF_ROUTERS[what](model.mixers[1]["block"].gate)
+        OF_ROUTERS[change](model.mixers[1]["block"].gate)
     assert_the_same(ours, theirs)

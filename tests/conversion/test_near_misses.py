@@ -200,9 +200,9 @@ class Miss(NamedTuple):
 def miss(*calls, kind=Layer, example=None, change=lambda layer: None, fused=False, **methods):
     """Makes a near-miss of a kind of layer with other methods. Without calls: one call of more samples and tokens than the
     example has."""
-    given = {Adaptive: conditioned, Decoder: remembering}.get(kind, call)
+    inputs = {Adaptive: conditioned, Decoder: remembering}.get(kind, call)
     layer = variant(kind, **methods) if methods else kind
-    return Miss(layer, example or given(), calls or (given(3, 12),), change, fused)
+    return Miss(layer, example or inputs(), calls or (inputs(3, 12),), change, fused)
 
 
 of_vectors, of_memory = (functools.partial(miss, kind=kind) for kind in (Adaptive, Decoder))
@@ -310,9 +310,9 @@ def noisy(mlp, x):
 
 def large(layer):
     """Gates and scores are of order 1."""
-    for one in layer.modules():
-        if isinstance(one, nn.Linear):
-            one.weight.data.mul_(3)
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(3)
     return layer
 
 
@@ -367,12 +367,12 @@ def test_other_calls_than_the_example_are_right(why):
     torch.manual_seed(0)
     layer, (x, kwargs), calls, change, fused = NEAR_MISSES[why]
     ours, theirs, conversion = pair(layer(), x, **kwargs)
-    found = {"transformer_layer", "attention_block" if "gate" in why or "sink" in why else ""} & {*fused_of(conversion)}
-    assert found == ({"transformer_layer"} if fused else set()), str(conversion)
+    ops = {"transformer_layer", "attention_block" if "gate" in why or "sink" in why else ""} & {*fused_of(conversion)}
+    assert ops == ({"transformer_layer"} if fused else set()), str(conversion)
     assert fused or all(row.reason for row in conversion.left)
-    for one in (ours, theirs):
+    for m in (ours, theirs):
         torch.manual_seed(1)
-        change(one)
+        change(m)
     for x, kwargs in calls:
         assert_same_steps(ours, theirs, x, **kwargs, tolerance=1e-4)
     assert why != MASKED or calls_of(ours)["fused"] == 2, "a mask that appears later is covered"

@@ -113,13 +113,13 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("what", LINEAR)
+@pytest.mark.parametrize("change", LINEAR)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_layers_with_something_around_their_weights(what):
+def test_layers_with_something_around_their_weights(change):
     model = Stack(Llama, with_tables).train()
     for layer in model.layers:
-        LINEAR[what](layer.mlp.up_proj)
-    LINEAR[what](model.head)
+        LINEAR[change](layer.mlp.up_proj)
+    LINEAR[change](model.head)
     assert_no_trace(model, ids())
 
 

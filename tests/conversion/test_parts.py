@@ -20,7 +20,7 @@ D, H, LAYERS, WORKSPACE = 64, 4, 3, 2**20
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     B, S, _ = q.shape
-    q, k, v = (one.view(B, S, H, -1).transpose(1, 2) for one in (q, k, v))
+    q, k, v = (tensor.view(B, S, H, -1).transpose(1, 2) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, S, D)
 
 
@@ -118,8 +118,8 @@ def test_lengths_copies_hooks_and_changes(name):
     model, conversion = converted(name)
     for length, batch in ((700, 1), (1024, 2), (700, 1)):
         x = torch.randn(batch, length, D)
-        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            ours = step(one, x)
+        for m in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            ours = step(m, x)
             for a, b in zip(ours, step(Model(*KINDS[name]), x), strict=True):
                 assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
     assert conversion.calls["original"] == 0
@@ -190,10 +190,10 @@ def test_a_layer_that_is_not_cut_says_why_and_what_is_fused_inside_bounds_its_ow
     conversion = ckptkern.convert(model, x[:, :64], recompute="full", workspace=WORKSPACE)
     reasons = [row.reason for row in conversion if row.kind == "Switches"]
     assert len(reasons) == LAYERS
-    assert all("it runs as a whole: " in one for one in reasons)
+    assert all("it runs as a whole: " in reason for reason in reasons)
     assert [row.replaced_by for row in conversion if row.kind == "MLP"] == ["mlp_block"] * LAYERS
-    for one in (model, copy.deepcopy(model)):
-        for a, b in zip(step(one, x), step(built(), x), strict=True):
+    for m in (model, copy.deepcopy(model)):
+        for a, b in zip(step(m, x), step(built(), x), strict=True):
             assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
     theirs = built()
     for layer in theirs.layers:
@@ -214,14 +214,14 @@ def test_a_frozen_vector_hides_no_layer():
 def test_second_derivatives_and_parameters_of_a_call():
     """A fused MLP that runs for some tokens computes with the parameters that its layer was called with."""
     model, reference = converted("mixer")[0], Model(*KINDS["mixer"])
-    x, found = torch.randn(1, 600, D), []
-    for one in (model, reference):
-        parameters = dict(one.named_parameters())
+    x, results = torch.randn(1, 600, D), []
+    for m in (model, reference):
+        parameters = dict(m.named_parameters())
         other = {name: (1.1 * p).detach().requires_grad_() for name, p in parameters.items()}
-        loss = torch.func.functional_call(one, other, (x,)).square().mean()
+        loss = torch.func.functional_call(m, other, (x,)).square().mean()
         first = torch.autograd.grad(loss, [*other.values()], create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [*other.values()])])
-    for a, b in zip(*found, strict=True):
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [*other.values()])])
+    for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-4 * max(float(b.norm()), 1e-3)
 
 

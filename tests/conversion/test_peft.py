@@ -82,13 +82,13 @@ FUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", FUSED)
-def test_adapters_are_part_of_the_fused_ops(what):
-    name, options = FUSED[what]
+@pytest.mark.parametrize("case", FUSED)
+def test_adapters_are_part_of_the_fused_ops(case):
+    name, options = FUSED[case]
     model = adapted(name, **options)
     conversion = assert_converted(model, LAYER, HEAD)
     assert "lm_head" in conversion.converted[1].name
-    if what == "rsLoRA":
+    if case == "rsLoRA":
         scales = {m.scaling["default"] for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)}
         assert scales == {6 / 3**0.5}
 
@@ -118,21 +118,21 @@ def test_what_changes_in_adapters_of_experts_later_counts():
     ours = adapted("mixtral", target_parameters=EXPERTS)
     theirs = copy.deepcopy(ours)
     convert(ours)
-    for one in (ours, theirs):
-        one.add_adapter("other", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
-        one.set_adapter("other")
-        for path, p in one.named_parameters():
+    for m in (ours, theirs):
+        m.add_adapter("other", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
+        m.set_adapter("other")
+        for path, p in m.named_parameters():
             if "other" in path:
                 nn.init.constant_(p, 0.1)
     assert_as_original(ours, theirs)
-    for one in (ours, theirs):
-        one.set_adapter("default")
-        one.get_input_embeddings().requires_grad_(True)
+    for m in (ours, theirs):
+        m.set_adapter("default")
+        m.get_input_embeddings().requires_grad_(True)
     with ours.disable_adapter(), theirs.disable_adapter():
         assert_as_original(ours, theirs)
     for change in ("merge_adapter", "unmerge_adapter"):
-        for one in (ours, theirs):
-            getattr(one, change)()
+        for m in (ours, theirs):
+            getattr(m, change)()
         assert_as_original(ours, theirs)
 
 
@@ -141,7 +141,7 @@ def test_two_adapters_of_experts_are_an_activation_checkpoint():
     model.add_adapter("other", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
     model.base_model.set_adapter(["default", "other"])
     conversion = assert_converted(randomized(model, 0.3), CHECKPOINT, HEAD)
-    assert "several adapters of one weight of its experts" in conversion.converted[0].reason
+    assert "a weight of its experts has several adapters" in conversion.converted[0].reason
 
 
 def test_experts_inside_of_an_adapter_are_no_region_without_it():
@@ -149,7 +149,7 @@ def test_experts_inside_of_an_adapter_are_no_region_without_it():
     model = adapted("mixtral", target_parameters=EXPERTS)
     theirs, conversion = step(model), convert(model, include="*.experts.base_layer.base_layer")
     assert fused_of(conversion) == [], str(conversion)
-    assert "parametrizations inside that last for a call" in next(iter(conversion)).reason
+    assert "parametrizations inside last for one call" in next(iter(conversion)).reason
     assert_same(step(model), theirs, 1e-4)
 
 
@@ -173,8 +173,8 @@ def test_what_changes_in_an_adapter_of_the_head_later_counts():
     theirs = copy.deepcopy(ours)
     convert(ours)
     for p, scale in ((1.0, 2.0), (0.0, 2.0), (0.0, 0.5)):
-        for one in (ours, theirs):
-            head = one.base_model.model.lm_head
+        for m in (ours, theirs):
+            head = m.base_model.model.lm_head
             head.lora_dropout["default"].p, head.scaling["default"] = p, scale
         assert_as_original(ours, theirs)
 
@@ -198,7 +198,7 @@ def test_each_sample_has_its_adapter_in_a_mixed_batch(fuses):
     conversion = convert(ours)
     assert fused_of(conversion)[0] == (LAYER if fuses else CHECKPOINT)
     want = step(theirs, adapter_names=MIXED)
-    assert all(any(name in path and one.any() for path, one in want.items()) for name in MIXED)
+    assert all(any(name in path and tensor.any() for path, tensor in want.items()) for name in MIXED)
     assert_same(step(ours, adapter_names=MIXED), want, 1e-4)
     assert_as_original(ours, theirs)
     assert conversion.calls["checkpointed"] > 0

@@ -22,13 +22,13 @@ CALL = {"input_ids": IDS, "labels": IDS, "use_cache": False}
 def linear4bit(linear, repacks=True):
     """repacks: as on a CPU with AVX512-BF16, whatever this one is."""
     nn_ = pytest.importorskip("bitsandbytes").nn
-    made = nn_.Linear4bit(
+    quantized = nn_.Linear4bit(
         *linear.weight.shape[::-1], linear.bias is not None, compute_dtype=linear.weight.dtype, quant_type="nf4"
     )
-    made.weight = nn_.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
-    made.bias = linear.bias
-    made.support_avx512bf16_for_cpu = repacks
-    return made
+    quantized.weight = nn_.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
+    quantized.bias = linear.bias
+    quantized.support_avx512bf16_for_cpu = repacks
+    return quantized
 
 
 def of_torchao(linear, config="Int8WeightOnlyConfig"):
@@ -100,8 +100,10 @@ def test_in_16_bits(make, autocast):
     exact, model = step(exact, **CALL), make()
 
     def error():
-        found = step(model, **CALL, autocast=torch.bfloat16 if autocast else None)
-        return sum(float((found[name].float() - one).norm()) for name, one in exact.items() if name != "output")
+        actual = step(model, **CALL, autocast=torch.bfloat16 if autocast else None)
+        return sum(
+            float((actual[name].float() - expected).norm()) for name, expected in exact.items() if name != "output"
+        )
 
     theirs, conversion = error(), ckptkern.convert(model, **CALL)
     assert sum(row.replaced_by == "transformer_layer" for row in conversion) == 2
@@ -135,22 +137,22 @@ class Quantised(nn.Linear):
 
 
 def float8(linear):
-    made = Quantised(DIM, DIM, bias=False)
-    made.weight = nn.Parameter(linear.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
-    return made
+    quantized = Quantised(DIM, DIM, bias=False)
+    quantized.weight = nn.Parameter(linear.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    return quantized
 
 
 def twice(linear):
-    made = of_torchao(linear)
-    made.__class__ = Twice
-    return made
+    quantized = of_torchao(linear)
+    quantized.__class__ = Twice
+    return quantized
 
 
 def linear8bit(linear):
     nn_ = pytest.importorskip("bitsandbytes").nn
-    made = nn_.Linear8bitLt(DIM, DIM, bias=False, has_fp16_weights=False)
-    made.weight = nn_.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False).to("cpu")
-    return made
+    quantized = nn_.Linear8bitLt(DIM, DIM, bias=False, has_fp16_weights=False)
+    quantized.weight = nn_.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False).to("cpu")
+    return quantized
 
 
 LEFT = {
@@ -272,10 +274,10 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("what", OWN)
-def test_a_linear_layer_with_a_forward_of_its_own_is_none(what):
+@pytest.mark.parametrize("kind", OWN)
+def test_a_linear_layer_with_a_forward_of_its_own_is_none(kind):
     """Also where a dropout keeps the check of the whole from running in training."""
-    ours, theirs, conversion = pair(BranchOf(OWN[what]).train(), x := torch.randn(2, 5, DIM))
+    ours, theirs, conversion = pair(BranchOf(OWN[kind]).train(), x := torch.randn(2, 5, DIM))
     assert not conversion.converted
     assert re.search(r"is not a linear layer but|numbers differ", conversion.rows[0].reason)
     assert_same_steps(ours, theirs, x)
@@ -308,7 +310,7 @@ def everywhere(module, name):
 
 def of_qat(model, which=in_layers, **config):
     qat = pytest.importorskip("torchao.quantization.qat")
-    config = {name: qat.IntxFakeQuantizeConfig(**one) for name, one in config.items()}
+    config = {name: qat.IntxFakeQuantizeConfig(**options) for name, options in config.items()}
     pytest.importorskip("torchao.quantization").quantize_(model, qat.QATConfig(**config, step="prepare"), which)
     model(**CALL)  # its fake quantisers note in the first call what they are
 
@@ -343,7 +345,7 @@ PREPARED = {
     ),
     "a head": (functools.partial(of_qat, which=everywhere, weight_config=INT4), r"is not a linear layer"),
     "float8": (of_float8, r"is not a linear layer but Float8Linear"),
-    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, of which no op"),
+    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, and no op"),
     "torch.ao": (of_torch_qat, r"is not a linear layer"),
 }  # fmt: skip
 
@@ -374,12 +376,12 @@ def test_fake_quantisation_that_is_enabled_later():
     enable(model, False)
     ours, theirs, conversion = pair(model.train(), **CALL)
     assert [row.replaced_by for row in conversion][:2] == ["transformer_layer"] * 2
-    for one in (ours, theirs):
-        enable(one, True)
+    for m in (ours, theirs):
+        enable(m, True)
     assert_same_steps(ours, theirs, **CALL)
 
 
 def test_a_quantised_weight_that_is_trained_is_none():
     linear = of_torchao(nn.Linear(DIM, DIM, bias=False))
     linear.weight.requires_grad_()
-    assert "is a Int8Tensor that is trained, of which no op forms a gradient" in quantized.why_unreadable(linear)
+    assert "is a Int8Tensor that is trained, and no op computes its gradient" in quantized.why_unreadable(linear)

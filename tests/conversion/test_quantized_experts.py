@@ -95,9 +95,9 @@ def test_quantised_experts_are_part_of_the_fused_layer(name):
     ours, theirs, conversion = pair(MODELS[name](), **CALL, recompute="full", workspace="64KiB")
     assert layer_of(conversion).replaced_by == "transformer_layer", str(conversion)
     assert_same_steps(ours, theirs, **CALL)
-    for (key, one), (name_, other) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+    for (key, tensor), (name_, other) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
         assert key == name_
-        assert one is other or torch.equal(getattr(one, "qdata", one), getattr(other, "qdata", other))
+        assert tensor is other or torch.equal(getattr(tensor, "qdata", tensor), getattr(other, "qdata", other))
     like = mixtral(dense)
     like = on_attention(like) if "LoRA" in name else like
     of_dense = ckptkern.convert(like, **CALL, recompute="full", workspace="64KiB")
@@ -112,7 +112,9 @@ def restored(state, model):
         for name in WEIGHTS if "gate_up_proj" in m._parameters else ():
             key = f"{path}.{name}"
             m._parameters[name] = nn.Parameter(state.pop(key), requires_grad=False)
-            of_key = {one.removeprefix(f"{key}."): state.pop(one) for one in list(state) if one.startswith(f"{key}.")}
+            of_key = {
+                entry.removeprefix(f"{key}."): state.pop(entry) for entry in list(state) if entry.startswith(f"{key}.")
+            }
             bits.replace_parameter_4bit_prequantized(m, name, of_key, torch.device("cpu"))
     assert not model.load_state_dict(state, strict=False).unexpected_keys
     return model
@@ -122,7 +124,7 @@ def test_a_state_dict_of_a_converted_model_restores_its_4_bits(tmp_path):
     model = mixtral(nested)
     ckptkern.convert(model, **CALL)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    other = restored(torch.load(tmp_path / "model.pt"), mixtral(lambda one: one))
+    other = restored(torch.load(tmp_path / "model.pt"), mixtral(lambda model: model))
     torch.testing.assert_close(other(**CALL).loss, model(**CALL).loss)
 
 
@@ -135,13 +137,15 @@ def test_lora_on_a_weight_of_4_bit_experts_is_trained():
     assert layer_of(conversion).replaced_by == "transformer_layer", str(conversion)
     for _ in range(3):
         theirs = copy.deepcopy(model)
-        theirs.load_state_dict({name: one for name, one in ours.state_dict().items() if "lora_" in name}, strict=False)
-        found = step(ours, **CALL)
-        assert_same(found, step(theirs, **CALL))
+        theirs.load_state_dict(
+            {name: tensor for name, tensor in ours.state_dict().items() if "lora_" in name}, strict=False
+        )
+        actual = step(ours, **CALL)
+        assert_same(actual, step(theirs, **CALL))
         with torch.no_grad():
             for name, p in ours.named_parameters():
                 if "lora_" in name:
-                    p -= 0.1 * found[name]
+                    p -= 0.1 * actual[name]
     assert conversion.calls["original"] == conversion.calls["checkpointed"] == 0
 
 
@@ -149,8 +153,8 @@ def test_peft_ignores_one_of_two_adapters_of_4_bit_experts_and_so_does_the_check
     """It reads the inner weight while torch caches what is parametrized; the fused op would have both."""
     ours, theirs, conversion = pair(on_experts(mixtral(nf4), *WEIGHTS), **CALL)
     assert layer_of(conversion).replaced_by == "checkpoint", str(conversion)
-    found, wanted = step(ours, **CALL), step(theirs, **CALL)
-    assert_same(found, wanted)
+    actual, wanted = step(ours, **CALL), step(theirs, **CALL)
+    assert_same(actual, wanted)
     ignored = {name.split(".lora_")[0] for name, grad in wanted.items() if "lora_" in name and not grad.any()}
     if not ignored:
         pytest.skip("this release of peft has both")
@@ -168,15 +172,15 @@ def test_what_peft_leaves_behind_is_there_while_a_model_is_converted_only():
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_a_checkpoint_dequantises_one_expert_at_a_time(implementation):
     """GPT-OSS' experts are transposed and interleaved, so that no op stands for them."""
-    found = []
+    conversions = []
     for quantise in (nested, dense):
         model = quantise(model_of("GptOssForCausalLM", **SIZES, num_local_experts=16, head_dim=32))
         model.set_experts_implementation(implementation)
         ours, theirs, conversion = pair(model, **CALL, recompute="full")
         assert layer_of(conversion).replaced_by == "checkpoint"
         assert_same_steps(ours, theirs, **CALL, tolerance=1e-4)
-        found.append(conversion)
-    of_4_bits, of_dense = found
+        conversions.append(conversion)
+    of_4_bits, of_dense = conversions
     whole = sum(p.nbytes for p in experts_of(model)[0].parameters())
     assert of_4_bits.saved_after == of_dense.saved_after
     assert of_4_bits.peak_after < of_dense.peak_after + whole / 16 < of_4_bits.peak_before - whole
@@ -187,8 +191,8 @@ def test_experts_by_transformers_interface_save_no_dequantised_weights(quantise)
     ckptkern.conversion.moe.register_experts()
     theirs = mixtral(quantise)
     ours, like = copy.deepcopy(theirs), mixtral(dense)
-    for one in (ours, like):
-        one.set_experts_implementation("ckptkern")
+    for model in (ours, like):
+        model.set_experts_implementation("ckptkern")
     assert_same_steps(ours, theirs, **CALL)
     scales = sum(
         m[0].quant_state.absmax.nbytes

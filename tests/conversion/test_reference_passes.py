@@ -71,19 +71,19 @@ def test_both_passes_of_one_model(training):
                 reference = log_probs(model, tokens)
             assert saved.bytes == 0
             assert torch.equal(state, torch.get_rng_state())
-            patterns.add(tuple(len(one.segments) for one in layers))
+            patterns.add(tuple(len(layer.segments) for layer in layers))
     assert len(patterns) == 1
     passes = 6 if training else 3  # of a pass without gradients in evaluation nothing is counted
     assert calls_of(model) == before | {"fused": before["fused"] + passes * LAYERS}
     with as_reference(plain):
         torch.testing.assert_close(reference, log_probs(plain, tokens))
     assert (policy - reference).abs().max() > 0.1
-    found = []
-    for one in (model, plain):
-        y, weights = log_probs(one, tokens), [p for p in one.parameters() if p.requires_grad]
-        found.append([y.detach(), *torch.autograd.grad(y.sum(), weights)])
+    results = []
+    for m in (model, plain):
+        y, weights = log_probs(m, tokens), [p for p in m.parameters() if p.requires_grad]
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), weights)])
     assert len(weights) == 8 * LAYERS
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -93,12 +93,12 @@ def test_a_reference_pass_takes_no_more_than_the_workspace(training):
     plain, tokens = model_of().train(training), ids(512)
     model = converted(copy.deepcopy(plain)).train(training)
 
-    def peak(one):
-        with as_reference(one):
-            log_probs(one, tokens)
-            with peak_memory("cpu") as found:
-                log_probs(one, tokens)
-        return found.bytes
+    def peak(m):
+        with as_reference(m):
+            log_probs(m, tokens)
+            with peak_memory("cpu") as peaks:
+                log_probs(m, tokens)
+        return peaks.bytes
 
     most = WORKSPACE + 8 * 4 * tokens.numel() * 32
     assert peak(model) <= most

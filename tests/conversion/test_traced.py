@@ -122,14 +122,14 @@ def test_the_peak_is_that_of_the_eager_step():
 
 def test_logits_and_losses_outside_of_the_graph():
     ours, theirs = converted_pair(COVERED["capped and scaled"])
-    found = []
+    results = []
     for run, model in ((compiled(ours), ours), (theirs, theirs)):
         z, loss = run(ids(2), ids(3))
         outside = F.cross_entropy(z.view(-1, V), ids(4).view(-1)), z.logsumexp(-1) + z[..., 0], z.argmax(-1)
         values = z * 1.0, torch.softmax(z, -1), z[..., 1:, :].float().reshape(-1, V).exp(), torch.stack(list(z))
-        found.append([z.shape, *outside, *values])
-        found[-1] += torch.autograd.grad(loss + outside[0] + outside[1].square().mean(), model.embed.weight)
-    torch.testing.assert_close(*found)
+        results.append([z.shape, *outside, *values])
+        results[-1] += torch.autograd.grad(loss + outside[0] + outside[1].square().mean(), model.embed.weight)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_what_would_be_wrong_raises():
         logits.argmax(-1)
 
 
-@pytest.mark.filterwarnings("ignore:.*also hands the logits")
+@pytest.mark.filterwarnings("ignore:.*also passes the logits")
 @pytest.mark.parametrize("loss", [COVERED["as float"], z_loss], ids=["a module", "a z-loss"])
 def test_other_losses_are_traced_as_they_are(loss):
     """Dynamo makes nn.CrossEntropyLoss, where forward makes one, a function of tensors; a z-loss reads logits itself."""

@@ -53,7 +53,7 @@ TOLERANCE = {"losses": 1e-5, "metrics": 1e-5, "parameters": 3e-4}
 def cases() -> list[tuple[str, str, str]]:
     """Returns (loop, event, model) of each case."""
     heading, *rows = (line.split("  ") for line in MATRIX.strip("\n").splitlines())
-    names, *rows = ([one.strip() for one in row if one.strip()] for row in (heading, *rows))
+    names, *rows = ([cell.strip() for cell in row if cell.strip()] for row in (heading, *rows))
     return [
         (loop, event, name) for event, *loops in rows for name, loop in zip(names, loops, strict=True) if loop != "-"
     ]
@@ -67,7 +67,7 @@ def test_every_pair_is_in_a_case():
 
 
 def as_numbers(values: list) -> torch.Tensor:
-    return torch.cat([torch.as_tensor(one, dtype=torch.float64).detach().flatten() for one in values or [0.0]])
+    return torch.cat([torch.as_tensor(number, dtype=torch.float64).detach().flatten() for number in values or [0.0]])
 
 
 def assert_as_usual(training: Training) -> None:
@@ -93,11 +93,11 @@ def assert_as_usual(training: Training) -> None:
 
 def assert_same_training(ours: Training, theirs: Training) -> None:
     """The same losses, metrics and parameters, as far as these moved."""
-    for what in ("losses", "metrics"):
-        mine, want = (as_numbers(getattr(one, what)) for one in (ours, theirs))
-        assert len(mine) == len(want), f"{len(mine)} {what} instead of {len(want)}"
+    for kind in ("losses", "metrics"):
+        mine, want = (as_numbers(getattr(training, kind)) for training in (ours, theirs))
+        assert len(mine) == len(want), f"{len(mine)} {kind} instead of {len(want)}"
         error = float((mine - want).abs().max() / want.abs().max().clamp(min=1e-3))
-        assert error <= TOLERANCE[what], f"{what} differ by {error:.1e}: {mine.tolist()} instead of {want.tolist()}"
+        assert error <= TOLERANCE[kind], f"{kind} differ by {error:.1e}: {mine.tolist()} instead of {want.tolist()}"
     before = theirs.before
     moved = {name: (p - before[name]).norm() for name, p in theirs.model.named_parameters() if name in before}
     least = 0.01 * max(moved.values())  # of rounding alone, as a key bias's
@@ -117,8 +117,8 @@ def test_what_is_fused_at_step_1_stays_fused(loop, event, name, tmp_path, monkey
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = trained(loop, event, name, tmp_path / "converted", converts=True)
-    said = {str(one.message) for one in caught if str(one.message).startswith("ckptkern")}
-    assert sum(len(one.ran) for one in ours) == STEPS
+    said = {str(warning.message) for warning in caught if str(warning.message).startswith("ckptkern")}
+    assert sum(len(training.ran) for training in ours) == STEPS
     for mine, want in zip(ours, theirs, strict=True):
         assert_as_usual(mine)
         assert_same_training(mine, want)

@@ -14,31 +14,31 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def inputs(bias):
-    made = [torch.randn(N, D), torch.randn(V, D), torch.randn(V) if bias else None]
-    return [None if one is None else one.requires_grad_() for one in made]
+    tensors = [torch.randn(N, D), torch.randn(V, D), torch.randn(V) if bias else None]
+    return [None if tensor is None else tensor.requires_grad_() for tensor in tensors]
 
 
 def targets(hidden, weight):
     """The first few are likely to have the largest logit."""
-    found = torch.arange(N) * 4
-    found[:3] = (hidden[:3].float() @ weight.float().t()).argmax(-1)
-    return found
+    tokens = torch.arange(N) * 4
+    tokens[:3] = (hidden[:3].float() @ weight.float().t()).argmax(-1)
+    return tokens
 
 
 def run(tensors, *arguments):
     """The results, and the gradients of a function of those that have one."""
-    found = kernels.ChunkedLogProbFunction.apply(*tensors, targets(*tensors[:2]), *arguments)
+    outputs = kernels.ChunkedLogProbFunction.apply(*tensors, targets(*tensors[:2]), *arguments)
     weights = torch.linspace(1, 2, N)
-    wanted = sum((one * weights).sum() for one in found[:2] if one is not None)
-    grads = torch.autograd.grad(wanted, [one for one in tensors if one is not None])
-    return [*(None if one is None else one.detach() for one in found), *grads]
+    wanted = sum((output * weights).sum() for output in outputs[:2] if output is not None)
+    grads = torch.autograd.grad(wanted, [tensor for tensor in tensors if tensor is not None])
+    return [*(None if output is None else output.detach() for output in outputs), *grads]
 
 
-def both(*given):
+def both(*arguments):
     """Ours and theirs."""
     with ckptkern.patch_trl():
-        ours = run(*given)
-    return ours, run(*given)
+        ours = run(*arguments)
+    return ours, run(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def test_16_bits(autocast):
         range(N), targets(hidden, weight)
     ]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = both([hidden, weight, None], 1.0, 16)
-    for one in found:
-        assert [grad.dtype for grad in one[-2:]] == [hidden.dtype, torch.float32]
-    ours, theirs = ((one[0].double() - exact).abs().max() for one in found)
+        results = both([hidden, weight, None], 1.0, 16)
+    for result in results:
+        assert [grad.dtype for grad in result[-2:]] == [hidden.dtype, torch.float32]
+    ours, theirs = ((result[0].double() - exact).abs().max() for result in results)
     assert ours < 1e-5 < theirs
 
 
 def test_its_memory_is_bounded():
     hidden, weight = torch.randn(1024, 8, requires_grad=True), torch.randn(8192, 8, requires_grad=True)
     with ckptkern.patch_trl("8MiB"), peak_memory("cpu") as peak:
-        found = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.arange(1024), 1.0, 32768)
-        (found[0].sum() + found[1].sum()).backward()
+        outputs = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.arange(1024), 1.0, 32768)
+        (outputs[0].sum() + outputs[1].sum()).backward()
     assert peak.bytes < 10 * 2**20  # logits are 32 MiB
 
 

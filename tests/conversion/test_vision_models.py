@@ -62,8 +62,8 @@ def test_results_and_gradients(name):
     """At other batches than the example's, in a copy in another dtype, which what is computed follows."""
     *_, call, replaced = MODELS[name]
     ours, theirs, conversion = pair(model_of(name), **call(2))
-    found = Counter(row.kind for row in conversion.converted if row.replaced_by not in ("checkpoint", "linear_act"))
-    assert found == replaced, str(conversion)
+    ops = Counter(row.kind for row in conversion.converted if row.replaced_by not in ("checkpoint", "linear_act"))
+    assert ops == replaced, str(conversion)
     for B in (2, 5, 1):
         kwargs = call(B)
         assert_same_steps(ours, theirs, **kwargs)

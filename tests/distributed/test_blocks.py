@@ -44,17 +44,17 @@ def test_a_block_on_n_ranks_is_the_block_on_one(mesh, n, strategy):
     """Results, gradients and saved bytes. With dropout too, so each rank samples its part of the masks."""
     names = BLOCKS if strategy in ("heads", "rows") else ROWS
     for name, mode in itertools.product(names, MODES) if n == 2 else zip(names, itertools.cycle(MODES), strict=False):
-        unfused, what = block(name, mode), f"{name}, {mode}"
+        unfused, label = block(name, mode), f"{name}, {mode}"
         ours = split(unfused, mesh, strategy)
         assert ours.state_dict().keys() == unfused.state_dict().keys()
         x, weight = torch.randn(2, B, S, WIDTH, dtype=torch.float64)
         weight = weight[..., : WIDTH // 2] if name == "relu mlp" else weight
-        saved = check_step(unfused, ours, mesh, strategy, what, inputs=(x, weight))
+        saved = check_step(unfused, ours, mesh, strategy, label, inputs=(x, weight))
         check_saved(name, strategy, mode, *saved, n)
         unfused.eval(), ours.eval()
         with torch.no_grad():
-            found, expected = ours(mine(x, mesh, strategy)), mine(unfused(x), mesh, strategy)
-        torch.testing.assert_close(found, expected, msg=what)
+            actual, expected = ours(mine(x, mesh, strategy)), mine(unfused(x), mesh, strategy)
+        torch.testing.assert_close(actual, expected, msg=label)
 
 
 @pytest.mark.slow
@@ -110,4 +110,6 @@ def test_strategies_and_fsdp2_together(rank, name, steps):
     sums = ("cp", steps["cp"]) if "fully_shard" not in steps.values() and "cp" in steps else ("tp", "heads")
     check_step(unfused, ours, mesh[sums[0]], sums[1], f"{steps}", part=part)
     if "dp" in steps:
-        torch.testing.assert_close(*(whole(nn.utils.clip_grad_norm_(one.parameters(), 0.1)) for one in (unfused, ours)))
+        torch.testing.assert_close(
+            *(whole(nn.utils.clip_grad_norm_(module.parameters(), 0.1)) for module in (unfused, ours))
+        )

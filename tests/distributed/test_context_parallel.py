@@ -28,11 +28,11 @@ def test_collectives_inside_an_activation_checkpoint_run_again(rank, early_stop)
         k, v = torch.cat(all_gather(torch.stack(kv)), -2)
         return F.scaled_dot_product_attention(q, k, v)
 
-    found, expected = (
+    actual, expected = (
         [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *layer.parameters()])]
         for y in (ckptkern.checkpoint(attend, x, early_stop=early_stop), attend(x))
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert len(gathers) == 3, "collectives run again in backward"
 
 

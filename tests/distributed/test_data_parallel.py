@@ -112,8 +112,8 @@ def test_training_is_that_of_one_process(rank, n, engine, kind):
     """Losses, gradients and parameters of three steps."""
     engine = ENGINES[engine]
     network, close = engine.make(kind, engine.p), {"rtol": 1e-4, "atol": 1e-6} if engine.mixed else {}
-    one = Cast(build(kind)) if engine.mixed else reference(kind, engine.p)
-    check(network, alone(one, n), rank, **close)
+    module = Cast(build(kind)) if engine.mixed else reference(kind, engine.p)
+    check(network, alone(module, n), rank, **close)
     assert not engine.mixed or all(p.dtype == torch.float32 and type(p) is DTensor for p in network.parameters())
 
 
@@ -150,8 +150,8 @@ def test_hooks_of_parameters_run_once_a_backward(rank):
     for kind in KINDS:
         network, counts = build(kind), Counter()
 
-        def count(given, key, counts=counts):
-            counts.update([] if given is None else [key])
+        def count(gradient, key, counts=counts):
+            counts.update([] if gradient is None else [key])
 
         for hook in ("register_hook", "register_post_accumulate_grad_hook"):
             for name, p in network.named_parameters():
@@ -172,9 +172,9 @@ def saved_now(network: nn.Module) -> int:
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         y = network(ids())
-    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in saved}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
     y.sum().backward()
-    return sum(one.nbytes() for one in storages.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @on_ranks()

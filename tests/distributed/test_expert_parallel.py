@@ -44,7 +44,7 @@ def test_experts_over_ranks(rank, n, uneven):
     widest = max(tensor[0][-1] for tensor in saved.tensors if len(tensor[0]) == 2)
     assert widest == D, "no hidden row is saved"
 
-    parameters = [one.clone().requires_grad_() for one in (x.flatten(0, 1), router, w, wd)]
+    parameters = [tensor.clone().requires_grad_() for tensor in (x.flatten(0, 1), router, w, wd)]
     weights, index = (parameters[0] @ parameters[1].t()).softmax(-1).topk(TOP_K)
     expected = ckptkern.moe_mlp(parameters[0], index, weights, *parameters[2:])
     dx, drouter, dw, dwd = torch.autograd.grad(expected, parameters, dy.flatten(0, 1))

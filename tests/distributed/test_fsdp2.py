@@ -21,7 +21,7 @@ def state_of(network: nn.Module) -> tuple[list, list]:
     """Which tensors the parameters are, with the modules' modes; and values."""
     parameters, modes = [*network.parameters()], [module.training for module in network.modules()]
     which = [(id(p), type(p), p.placements, p.requires_grad, id(p.grad)) for p in parameters]
-    return [*which, *modes], [one.to_local().clone() for p in parameters for one in (p, p.grad)]
+    return [*which, *modes], [tensor.to_local().clone() for p in parameters for tensor in (p, p.grad)]
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_convert_leaves_the_shards_as_they_were(rank, n, reshard):
     drawn = torch.get_rng_state()
     convert(network)
     assert torch.equal(torch.get_rng_state(), drawn)
-    after, found = state_of(network)
+    after, tensors = state_of(network)
     assert after == before, "the same parameters, sharded"
-    assert all(map(torch.equal, found, values))
+    assert all(map(torch.equal, tensors, values))
 
 
 class Odd(GPT):
@@ -61,7 +61,7 @@ def test_ranks_that_disagree_leave_the_layer(rank):
         layer.odd = rank == 1
     conversion = ckptkern.convert(network, ids())
     assert not conversion.converted
-    assert [row.name for row in conversion if "another rank" in row.reason] == ["layers.0", "layers.1"]
+    assert [row.name for row in conversion if "ranks disagree" in row.reason] == ["layers.0", "layers.1"]
     for layer in network.layers:
         layer.odd = False
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_a_network_trains_as_one_process_converted_and_reverted(rank, name, step
     assert ckptkern.revert(network) is network
     for module in network.modules():
         assert "forward" not in module.__dict__
-        assert not any("ckptkern.nn" in one.__module__ for one in type(module).__mro__), type(module)
+        assert not any("ckptkern.nn" in base.__module__ for base in type(module).__mro__), type(module)
         shards -= isinstance(module, FSDPModule)
     assert shards == 0
     assert all(isinstance(p, DTensor) for p in network.parameters()) or "shard" not in steps

@@ -61,8 +61,10 @@ CASES = [(engine, kind) for engine in ENGINES for kind in KINDS if kind == "conv
 @on_ranks(SIZE, backend="nccl")
 def test_training_is_that_of_one_process(rank, engine, kind):
     network = ENGINES[engine](kind)
-    one = reference(kind, 0.2 if "dropout" in engine else 0.0) if "bfloat16" not in engine else Cast(build(kind).cuda())
-    expected = [*alone(one.cuda(), dist.get_world_size())]
+    module = (
+        reference(kind, 0.2 if "dropout" in engine else 0.0) if "bfloat16" not in engine else Cast(build(kind).cuda())
+    )
+    expected = [*alone(module.cuda(), dist.get_world_size())]
     how = {"accumulating": functools.partial(beside, torch.cuda.Stream())} if "stream" in engine else {}
     check(network, iter(expected), rank, **how, **TOLERANCE)
 
@@ -74,10 +76,10 @@ def test_ddp_in_a_cuda_graph(rank, kind):
     unfused, stream = reference(kind, 0.0).cuda(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         network = DistributedDataParallel(build(kind).cuda())
-    given = ids().cuda()
+    tokens = ids().cuda()
 
     def step(model):
-        loss = model(given).square().mean()
+        loss = model(tokens).square().mean()
         loss.backward()
         return loss
 
@@ -92,7 +94,7 @@ def test_ddp_in_a_cuda_graph(rank, kind):
     with torch.cuda.graph(graph):
         loss = step(network)
     for seed in range(2):  # all ranks the same batch: the mean of their gradients is each one's
-        given.copy_(ids(seed))
+        tokens.copy_(ids(seed))
         for p in network.parameters():
             p.grad.zero_()
         graph.replay()
@@ -121,7 +123,7 @@ def test_context_parallel_in_an_activation_checkpoint(rank):
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh("cuda", (2,))
-    found = []
+    results = []
     for segment in (False, True):
         torch.manual_seed(0)
         layer = Attention().cuda().bfloat16()
@@ -129,5 +131,5 @@ def test_context_parallel_in_an_activation_checkpoint(rank):
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
             y = ckptkern.checkpoint(layer, x) if segment else layer(x)
             y.float().square().mean().backward()
-        found.append([y.detach(), *(p.grad for p in layer.parameters())])
-    torch.testing.assert_close(found[1], found[0])
+        results.append([y.detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(results[1], results[0])

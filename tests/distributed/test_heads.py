@@ -60,14 +60,14 @@ def test_ddps_copies_of_logits_stay_lazy(rank):
 
 def losses(model: nn.Module, ranks: list[int]) -> list[list[float]]:
     """Of training steps with the mean of these ranks' losses."""
-    optimizer, found = torch.optim.SGD(model.parameters(), 0.5), []
+    optimizer, values = torch.optim.SGD(model.parameters(), 0.5), []
     for step in range(3):
         optimizer.zero_grad()
         each = [model(ids(10 * step + rank), ids(10 * step + rank + 1))[1] for rank in ranks]
         (sum(each) / len(each)).backward()
         optimizer.step()
-        found.append([float(one.detach()) for one in each])
-    return found
+        values.append([float(loss.detach()) for loss in each])
+    return values
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_a_head_is_trained_as_in_one_process(rank, wrapper):
     del model.added  # is in no loss, which DDP would wait for
     want = losses(copy.deepcopy(model), [0, 1])
     ours = WRAPPERS[wrapper](model)
-    found = losses(ours, [rank])
-    assert [one for (one,) in found] == pytest.approx([one[rank] for one in want], rel=1e-5)
+    actual = losses(ours, [rank])
+    assert [loss for (loss,) in actual] == pytest.approx([row[rank] for row in want], rel=1e-5)
     assert want[-1] != pytest.approx(want[0], rel=1e-2)
     logits, _ = model(ids(), ids(1))
     assert (type(logits) is Logits) == (not wrapper.endswith("alone"))
@@ -123,8 +123,8 @@ def gradients(model: nn.Module, outside: bool) -> dict[str, torch.Tensor]:
     loss = flat(model, logits, ids(3)) if outside else loss
     assert not isinstance(logits, Logits) or not logits.matmul.aliases, "the logits were computed"
     loss.backward()
-    found = [p.grad.full_tensor() if isinstance(model, FSDPModule) else p.grad for p in model.parameters()]
-    return {"gradients": torch.cat([one.flatten() for one in found])}
+    grads = [p.grad.full_tensor() if isinstance(model, FSDPModule) else p.grad for p in model.parameters()]
+    return {"gradients": torch.cat([grad.flatten() for grad in grads])}
 
 
 def check_policy(outside: bool, tied: bool, options: dict) -> None:
@@ -136,8 +136,8 @@ def check_policy(outside: bool, tied: bool, options: dict) -> None:
     ours, theirs = (by_layers(model, **options) for model in (ours, theirs))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        found = gradients(ours, outside)
-    assert_as_exact(found, gradients(theirs, outside), exact)
+        actual = gradients(ours, outside)
+    assert_as_exact(actual, gradients(theirs, outside), exact)
     assert calls == {"fused": 1, "checkpointed": 0, "original": 0}
 
 
@@ -157,14 +157,14 @@ def test_a_sharded_root_keeps_the_fused_loss(rank):
 def test_values_of_a_sharded_roots_logits(rank):
     """The root hears of backward from whatever is computed of them, before and after it returns them."""
     for early in (False, True):
-        found = []
+        grads = []
         for model in (model_of(flat, tied=False), converted(model_of(flat, tied=False))):
             model.loss = lambda model, z, targets, early=early: z.exp().mean() if early else None
             fully_shard(model)
             logits, _ = model(ids(), ids(1))
             logits.sin().sum().backward()
-            found.append([p.grad.full_tensor() for p in (model.head.weight, model.embed.weight)])
-        torch.testing.assert_close(*found)
+            grads.append([p.grad.full_tensor() for p in (model.head.weight, model.embed.weight)])
+        torch.testing.assert_close(*grads)
 
 
 @on_ranks()
@@ -177,7 +177,9 @@ def test_logits_of_a_sharded_root_that_come_too_late_are_an_error(rank):
     torch.optim.SGD(model.parameters(), 0.1).step()
     _, loss = model(ids(), ids(1))
     matmul = logits.matmul  # as if the weight were where it was
-    matmul.marks = [(version, one.data_ptr()) for (version, _), one in zip(matmul.marks, matmul.tensors, strict=True)]
+    matmul.marks = [
+        (version, tensor.data_ptr()) for (version, _), tensor in zip(matmul.marks, matmul.tensors, strict=True)
+    ]
     with pytest.raises(RuntimeError, match=r"copy them there by .detach\(\).clone\(\)"):
         logits.argmax(-1)
     assert copied.argmax(-1).shape == ids().shape

@@ -30,19 +30,19 @@ def backward_of(mesh: DeviceMesh, strategy: str, **options) -> Timeline:
     y = model(x)
     with bodies_seen(), Timeline() as timeline:
         y.sum().backward()
-    assert all(one.waited for one in timeline.collectives)
+    assert all(collective.waited for collective in timeline.collectives)
     return timeline
 
 
 def under(timeline: Timeline, name: str) -> list[tuple[int, int, int]]:
     """(matmuls that give a weight's gradient, other matmuls, attention) between the start and the wait of each collective of a
     name, except for the small ones of the norms' gradients."""
-    found = []
-    for one in timeline.collectives:
-        if one.name == name and one.size > WIDTH * 2:
-            weights = sum(left[1] == B * S for left, _ in one.matmuls())
-            found.append((weights, len(one.matmuls()) - weights, one.count("attention")))
-    return found
+    counts = []
+    for collective in timeline.collectives:
+        if collective.name == name and collective.size > WIDTH * 2:
+            weights = sum(left[1] == B * S for left, _ in collective.matmuls())
+            counts.append((weights, len(collective.matmuls()) - weights, collective.count("attention")))
+    return counts
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -60,12 +60,17 @@ def test_dx_and_dy_travel_under_the_recompute(mesh, mode):
     assert of_dy == 2 * [(0, hidden, 0), of_mlp]
     assert under(timeline, SCATTER) == 2 * [(3, 0, 0), (4, 0, 0)]
     events = [(step.kind, step.number) for step in timeline.steps]
-    gathers, scatters = ([one.number for one in timeline.collectives if one.name == name] for name in (GATHER, SCATTER))
+    gathers, scatters = (
+        [collective.number for collective in timeline.collectives if collective.name == name]
+        for name in (GATHER, SCATTER)
+    )
     for place, (x, dy) in enumerate(zip(gathers[::2], gathers[1::2], strict=True)):
         order = [("start", x), ("start", dy), ("wait", x), ("wait", dy)]
         if place:  # the gather of x does not wait for the sum of dx before it, that of dy does
             order.insert(1, ("wait", scatters[place - 1]))
-        assert [one for one in events if one in order] == order, "both are started together, and x is waited for first"
+        assert [event for event in events if event in order] == order, (
+            "both are started together, and x is waited for first"
+        )
 
 
 @STRATEGIES
@@ -96,9 +101,9 @@ def test_readers_of_a_gradient_get_it_complete(mesh, strategy):
         assert all(map(torch.equal, gradients(read), expected))
     mid = model[0](x)
     (dmid,) = torch.autograd.grad(model[1](mid).square().sum(), mid)
-    for one in (dmid, mids[-1].grad, *seen):
-        assert type(one) is Tensor
-        assert torch.equal(one, dmid)
+    for grad in (dmid, mids[-1].grad, *seen):
+        assert type(grad) is Tensor
+        assert torch.equal(grad, dmid)
     both = gradients(lambda mid: mid.sin().sum())  # autograd adds to what is late
     torch.testing.assert_close(torch.autograd.grad(mid, x, dmid + mid.detach().cos())[0], both[0])
 
@@ -119,9 +124,9 @@ def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank):
         with bodies_seen(), Timeline() as timeline:
             y.sum().backward()
         events = [step.name if step.kind == "op" else "compute" for step in timeline.steps]
-        seen.append([one for one, before in zip(events, ["", *events], strict=False) if one != before])
+        seen.append([event for event, before in zip(events, ["", *events], strict=False) if event != before])
     assert seen[1] == seen[0]
-    arrivals = [place for place, one in enumerate(seen[1]) if one == ARRIVED]
+    arrivals = [place for place, event in enumerate(seen[1]) if event == ARRIVED]
     assert len(arrivals) == 3
     for place in arrivals[:-1]:
         after = seen[1][place:]

@@ -25,8 +25,8 @@ from ckptkern.segments import checkpoint
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 SCHEDULES = {
-    one.__name__: one
-    for one in (
+    schedule.__name__: schedule
+    for schedule in (
         ScheduleGPipe,
         Schedule1F1B,
         ScheduleInterleaved1F1B,
@@ -64,15 +64,15 @@ def loss_of(logits, target):
 
 
 def batch(step, micros):
-    given = torch.cat([ids(10 * step + micro) for micro in range(micros)])
-    return given, given.roll(1, 1)
+    tokens = torch.cat([ids(10 * step + micro) for micro in range(micros)])
+    return tokens, tokens.roll(1, 1)
 
 
 def alone(parts, step, micros):
     """The micro-batches' losses and each part's gradients in one process, where each part samples as its rank does."""
     states = [torch.Generator().manual_seed(1000 * step + i).get_state() for i in range(len(parts))]
     losses = []
-    for x, target in zip(*(one.chunk(micros) for one in batch(step, micros)), strict=True):
+    for x, target in zip(*(tensor.chunk(micros) for tensor in batch(step, micros)), strict=True):
         for i, part in enumerate(parts):
             torch.set_rng_state(states[i])
             x = part(x)

@@ -59,7 +59,7 @@ def test_styles(mesh):
             "has cross-attention, which sequence_parallel does not support",
             "layers.*",
         ),
-        (context, mlp(8, 8), TypeError, "MLP is a mlp_block, which needs no style"),
+        (context, mlp(8, 8), TypeError, "MLP is a mlp_block, which has no attention"),
         (context, sequence, ValueError, "are split already"),
     ):
         with pytest.raises(error, match=match):
@@ -95,7 +95,7 @@ def test_styles(mesh):
         (ValueError, shapes, lambda: sequence(torch.randn(2, 4 + 2 * rank, WIDTH))),
         (
             NotImplementedError,
-            "no second-order gradients",
+            "second-order gradients are not supported",
             lambda: second_order(split(mlp(8, 32), mesh, "heads"), narrow),
         ),
     ):

@@ -95,23 +95,23 @@ def block(x: Tensor, ct: Tensor, options: dict, mode: str, packed_weight: bool =
 def on_this_rank(mesh: DeviceMesh, order: str, exchange: str, x: Tensor, ct: Tensor, *call) -> list[Tensor]:
     """block() of this rank's rows, gradients of parameters summed over ranks."""
     context = context_parallel(mesh, order=order, exchange=exchange)
-    found = block(own(x, mesh, order), own(ct, mesh, order), *call, context=context)
-    for part in found[2:]:
+    results = block(own(x, mesh, order), own(ct, mesh, order), *call, context=context)
+    for part in results[2:]:
         dist.all_reduce(part)
-    return found
+    return results
 
 
 def rows_of(whole: list[Tensor], mesh: DeviceMesh, order: str) -> list[Tensor]:
-    return [*(own(one, mesh, order) for one in whole[:2]), *whole[2:]]
+    return [*(own(tensor, mesh, order) for tensor in whole[:2]), *whole[2:]]
 
 
 # Every fifth combination of a call, an order and a mode, from `first` on
 SHORT = [(2, "gather", 0), (2, "heads", 1), (4, "gather", 2), (4, "heads", 3)]
-LONG = [one for one in itertools.product((2, 4), ("gather", "heads"), range(5)) if one not in SHORT]
+LONG = [case for case in itertools.product((2, 4), ("gather", "heads"), range(5)) if case not in SHORT]
 
 
 @pytest.mark.parametrize(
-    ("n", "exchange", "first"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
+    ("n", "exchange", "first"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
 @on_ranks(mesh="cp")
 def test_a_block_over_ranks_is_the_block_of_one(mesh, n, exchange, first):
@@ -124,7 +124,7 @@ def test_a_block_over_ranks_is_the_block_of_one(mesh, n, exchange, first):
         torch.testing.assert_close(
             on_this_rank(mesh, order, exchange, *call),
             rows_of(block(*call), mesh, order),
-            msg=lambda text, what=f"{name}, {order}, {mode}": f"{what}: {text}",
+            msg=lambda text, label=f"{name}, {order}, {mode}": f"{label}: {text}",
         )
 
 
@@ -136,7 +136,7 @@ def test_16_bits(mesh):
     for exchange, order in (("gather", "zigzag"), ("heads", "contiguous")):
         exact, theirs = (rows_of(block(*call), mesh, order) for call in ((x, ct, options, "full"), low))
         ours = on_this_rank(mesh, order, exchange, *low)
-        assert_as_exact(*(dict(enumerate(one)) for one in (ours, theirs, exact)))
+        assert_as_exact(*(dict(enumerate(results)) for results in (ours, theirs, exact)))
 
 
 @pytest.mark.long
@@ -153,8 +153,8 @@ def test_kernels_have_the_rows_of_the_whole_sequence(mesh, exchange, order, mode
     mask, slopes = noise(1, HEADS, S, S, seed=4).float(), noise(HEADS, seed=2).abs().float()
     call = x, ct, dict(window_size=(40, 3), alibi_slopes=slopes, attn_mask=mask, dropout_p=0.2), mode
     with ckptkern.backend("triton"):
-        found, expected = on_this_rank(mesh, order, exchange, *call), rows_of(block(*call), mesh, order)
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        actual, expected = on_this_rank(mesh, order, exchange, *call), rows_of(block(*call), mesh, order)
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
         if exchange == "gather":
             with pytest.raises(RuntimeError, match="masks of multiples of 16 rows, not of 12 rows of a rank"):
                 block(odd, odd, dict(dropout_p=0.3), "full", False, context_parallel(mesh))
@@ -171,7 +171,7 @@ def test_peak_memory_is_within_the_workspace(mesh):
         weights = [noise(H * 16, d, seed=i, dtype=dtype).requires_grad_() for i in range(3)]
         out = noise(d, H * 16, seed=4, dtype=dtype).requires_grad_()
         inputs = [x, *weights, out]
-        sizes = x.nbytes + sum(4 * one.numel() for one in inputs[1:])  # of parameters float32 sums
+        sizes = x.nbytes + sum(4 * tensor.numel() for tensor in inputs[1:])  # of parameters float32 sums
         for workspace in (2**23, 2**21):
             context = context_parallel(mesh, order=order, exchange=exchange)
             with context, peak_memory("cpu") as forward, saved_tensors(inputs) as saved:
@@ -195,11 +195,13 @@ def test_keys_and_values_are_gathered_under_recompute(mesh):
         y = model(own(noise(B, 16, 32, seed=1), mesh, "contiguous").requires_grad_())
         with bodies_seen(), Timeline() as timeline:
             y.sum().backward()
-        gathers = [one for one in timeline.collectives if one.name == "all_gather_into_tensor"]
+        gathers = [collective for collective in timeline.collectives if collective.name == "all_gather_into_tensor"]
         matmuls = [0, 2] if mode == "full" else [2]
-        assert [one.count("matmul") for one in gathers] == matmuls, f"{mode}: {timeline}"
-        assert all(one.waited and one.count("elementwise") for one in gathers), f"{mode}: {timeline}"
-        assert [one.name for one in timeline.collectives if one not in gathers] == ["reduce_scatter_tensor"]
+        assert [gather.count("matmul") for gather in gathers] == matmuls, f"{mode}: {timeline}"
+        assert all(gather.waited and gather.count("elementwise") for gather in gathers), f"{mode}: {timeline}"
+        assert [collective.name for collective in timeline.collectives if collective not in gathers] == [
+            "reduce_scatter_tensor"
+        ]
 
 
 @on_ranks(mesh="cp")
@@ -243,10 +245,10 @@ def test_a_converted_model(mesh):
     model = strategies.converted("llama", dropout=False)
     model.embed = model.head = nn.Identity()
     ours = split(model, mesh, "contiguous", "layers.*")
-    tables = tuple(one.double() for one in rotary(torch.empty(B, S, 1)))
+    tables = tuple(table.double() for table in rotary(torch.empty(B, S, 1)))
     calls = [
         functools.partial(model, tables=tables),
-        functools.partial(ours, tables=tuple(own(one, mesh, "contiguous", 1) for one in tables)),
+        functools.partial(ours, tables=tuple(own(table, mesh, "contiguous", 1) for table in tables)),
     ]
     check_step(model, ours, mesh, "contiguous", "converted", length=S, calls=calls)
     x = noise(B, S, strategies.WIDTH, seed=1)

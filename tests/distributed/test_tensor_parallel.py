@@ -57,7 +57,7 @@ def test_packed_sequences_and_masks(mesh, strategy):
             [{"key_padding_mask": padding, "attn_mask": mask} for mask in masks],
         ),
     ):
-        calls = [functools.partial(model, **given) for model, given in zip((unfused, ours), arguments, strict=True)]
+        calls = [functools.partial(model, **kwargs) for model, kwargs in zip((unfused, ours), arguments, strict=True)]
         inputs = torch.randn(2, *lead, WIDTH, dtype=torch.float64)
         check_step(unfused, ours, mesh, strategy, f"{lead}", inputs=inputs, calls=calls)
     torch.testing.assert_close(masks[1].grad, masks[0].grad)
@@ -178,9 +178,9 @@ def test_multihead_attention(mesh):
     need_weights, runs on the whole parameters."""
     x, memory = torch.randn(B, S, WIDTH, dtype=torch.float64), torch.randn(B, 5, 16, dtype=torch.float64)
 
-    def call(model, weights, given):
-        results = model(x if model.kdim == 16 else given, given, given, need_weights=weights)
-        return torch.cat([one.sin().flatten() for one in results if one is not None])
+    def call(model, weights, memory):
+        results = model(x if model.kdim == 16 else memory, memory, memory, need_weights=weights)
+        return torch.cat([tensor.sin().flatten() for tensor in results if tensor is not None])
 
     for sizes, weights in (({"kdim": 16, "vdim": 16}, False), ({}, True), ({}, False)):
         p = 0.0 if weights else P
@@ -205,13 +205,13 @@ def test_autocast_and_dtensor_inputs(mesh):
     with torch.autocast("cpu", torch.bfloat16):
         (y, dx, _), (z, dz, saved) = (step(model, x, weight) for model in (unfused, ours))
     assert z.dtype == y.dtype
-    for one, other in ((z, y), (dz, dx)):
-        assert (one - other).abs().max() < 0.05 * other.abs().max()
+    for actual, other in ((z, y), (dz, dx)):
+        assert (actual - other).abs().max() < 0.05 * other.abs().max()
     check_gradients(unfused, ours, "autocast", tolerance=0.05)
     assert {dtype for shape, dtype, _ in saved.tensors if len(shape) == 4} == {torch.bfloat16}
-    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    sharded = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
     torch.manual_seed(1)
-    torch.testing.assert_close(ours(given), step(unfused, x, weight)[0])
+    torch.testing.assert_close(ours(sharded), step(unfused, x, weight)[0])
 
 
 @on_ranks(mesh="tp")
@@ -243,8 +243,8 @@ def test_calls_without_gradients_and_with_hooks(mesh):
             torch.testing.assert_close(model.train(mode)(ids()), unfused.train(mode)(ids()))
     for layer in model.layers:
         del layer.forward.whole
-    for one in (model, unfused):
-        one.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    for m in (model, unfused):
+        m.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
     torch.testing.assert_close(model(ids()), unfused(ids()))
 
 

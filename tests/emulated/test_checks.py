@@ -154,10 +154,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults(name):
-    body, old, new, found = FAULTS[name]
+    body, old, new, message = FAULTS[name]
     assert old in body
     launch(body)
-    with pytest.raises(emulator.Fault, match=found):
+    with pytest.raises(emulator.Fault, match=message):
         launch(body.replace(old, new))
 
 
@@ -172,9 +172,9 @@ def test_bounds_are_those_of_the_view():
 def test_two_ctas_at_one_place():
     block = "mov.u32 %r30, %ctaid.x;\n"
     read = f"{PLACE}ld.global.b32 %r20, [%rd1];\n{block}setp.eq.b32 %p1, %r30, 1;\n@%p1 {STORE}"
-    for body, found in ((PLACE + block + STORE, "what another CTA wrote"), (read, "what another CTA read")):
+    for body, message in ((PLACE + block + STORE, "what another CTA wrote"), (read, "what another CTA read")):
         launch(body, grid=(1,))
-        with pytest.raises(emulator.Fault, match=found):
+        with pytest.raises(emulator.Fault, match=message):
             launch(body, grid=(2,))
 
 

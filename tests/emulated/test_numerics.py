@@ -70,4 +70,4 @@ def test_integers_are_those_of_c():
 
 def test_tf32_rounds_ties_away():
     x = np.uint32([0x3F801000, 0x3F800FFF, 0xBF801000, 0x7F800000]).view(np.float32)
-    assert [hex(one) for one in numerics.to_tf32(x)] == ["0x3f802000", "0x3f800000", "0xbf802000", "0x7f800000"]
+    assert [hex(bits) for bits in numerics.to_tf32(x)] == ["0x3f802000", "0x3f800000", "0xbf802000", "0x7f800000"]

@@ -135,7 +135,7 @@ class CTA:
             )
         return offset
 
-    def locate(self, address: np.ndarray, size: int, what: str, at) -> list[tuple[Memory, np.ndarray | slice]]:
+    def locate(self, address: np.ndarray, size: int, access: str, at) -> list[tuple[Memory, np.ndarray | slice]]:
         """The tensors of these addresses, each with the positions that are its own."""
         which = np.searchsorted(self.bases, address, "right") - 1
         parts = [(which[0], slice(None))] if (which == which[0]).all() else [(n, which == n) for n in np.unique(which)]
@@ -143,7 +143,7 @@ class CTA:
             here, tensor = address[part], self.tensors[n]
             if n < 0 or int(here.max()) + size > tensor.base + tensor.size:
                 inside = f"{int(here.max()) - tensor.base} of {tensor.size} bytes of {tensor.name}"
-                raise Fault("bounds", f"{what} of {size} bytes at {hex(int(here.min())) if n < 0 else inside}", at)
+                raise Fault("bounds", f"{access} of {size} bytes at {hex(int(here.min())) if n < 0 else inside}", at)
         return [(self.tensors[n], part) for n, part in parts]
 
     def load(self, space: str, address, size: int, count: int, mask, at):
@@ -331,18 +331,18 @@ class CTA:
             parts.append(matrices.numbers(shared.views[item][address // item], type))
         return np.stack(parts), read
 
-    def _read_asynchronously(self, index: np.ndarray, what: str, at) -> None:
+    def _read_asynchronously(self, index: np.ndarray, access: str, at) -> None:
         """Checks of what another proxy reads: all that wrote it has landed, is fenced, and a barrier came after it."""
         shared = self.shared
         if shared.asynchronous and shared.flying[index].any():
-            raise Fault("in flight", f"{what} of what an asynchronous copy has yet to write", at)
+            raise Fault("in flight", f"{access} of what an asynchronous copy has yet to write", at)
         shared.check_initialised(index, at)
-        shared.check_fenced(index, what, at)
+        shared.check_fenced(index, access, at)
         here = self.warps_of(self.strand.mask, at)
         if shared.last_write > self.order.synced and len(here) > 1:
             known = self.order.known[here].min(0)
             if (shared.written[index] > known[shared.writer[index] >> 5]).any():
-                raise Fault("race", f"{what} of what was written with no barrier since", at)
+                raise Fault("race", f"{access} of what was written with no barrier since", at)
         shared.watched[index] += 1
         shared.asynchronous += 1
 

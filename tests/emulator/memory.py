@@ -91,29 +91,29 @@ class Memory:
 
     # --- the checks
 
-    def check_bounds(self, index: np.ndarray, what: str, at) -> None:
+    def check_bounds(self, index: np.ndarray, access: str, at) -> None:
         if self.allowed is not None and not self.allowed[index].all():
-            raise Fault("bounds", f"{what} of {self.name} outside of the tensor's view", at)
+            raise Fault("bounds", f"{access} of {self.name} outside of the tensor's view", at)
 
-    def check_flight(self, index: np.ndarray, what: str, at) -> None:
+    def check_flight(self, index: np.ndarray, access: str, at) -> None:
         if not self.asynchronous:
             return
         if self.flying[index].any():
-            raise Fault("in flight", f"{what} of what an asynchronous copy has yet to write", at)
-        if what == "write" and self.watched[index].any():
+            raise Fault("in flight", f"{access} of what an asynchronous copy has yet to write", at)
+        if access == "write" and self.watched[index].any():
             raise Fault("in flight", "write of what an asynchronous instruction may still read", at)
 
     def check_initialised(self, index: np.ndarray, at) -> None:
         if not self.base and not self.written[index].all():
             raise Fault("uninitialised", "read of shared memory that nothing wrote", at)
 
-    def check_written(self, index: np.ndarray, threads: np.ndarray, order: Order, what: str, at) -> None:
+    def check_written(self, index: np.ndarray, threads: np.ndarray, order: Order, access: str, at) -> None:
         """No other thread wrote here, unordered with this access."""
         if self.last_write <= order.synced and not self.base:
             return
         written = self.written[index]
         if self.base and ((written > 0) & (written <= order.start)).any():
-            raise Fault("race", f"{what} of {self.name} at what another CTA wrote", at)
+            raise Fault("race", f"{access} of {self.name} at what another CTA wrote", at)
         if self.last_write <= order.synced:
             return
         writer = self.writer[index]
@@ -121,7 +121,7 @@ class Memory:
         if bad.any():
             place = tuple(np.argwhere(bad)[0])
             mine, other = int(threads[place[-1]]), int(writer[place])
-            text = f"{what} of {self.name} by thread {mine} at what thread {other} wrote"
+            text = f"{access} of {self.name} by thread {mine} at what thread {other} wrote"
             missing = "no bar.warp.sync" if mine >> 5 == other >> 5 else "no barrier"
             raise Fault("race", f"{text}, {missing} between ({int(bad.any(0).sum())} threads)", at)
 
@@ -139,9 +139,9 @@ class Memory:
         if (self.reads[:, index] > known[:, None]).any():
             raise Fault("race", f"write of {self.name} at what another warp read, no barrier between", at)
 
-    def check_fenced(self, index: np.ndarray, what: str, at) -> None:
+    def check_fenced(self, index: np.ndarray, access: str, at) -> None:
         if self.unfenced[index].any():
-            raise Fault("proxy", f"{what} of what was written with no fence.proxy.async since", at)
+            raise Fault("proxy", f"{access} of what was written with no fence.proxy.async since", at)
 
     def _sort_reads(self, warps: int) -> None:
         if self.reads is None:

@@ -331,10 +331,10 @@ SHAPES = " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16))
 
 @opcode("wgmma", f"fence commit_group wait_group mma_async sync aligned {SHAPES}")
 def _wgmma(w, i) -> None:
-    what = i.modifiers[0]
-    if what != "mma_async":
-        count = i.operands[0] if what == "wait_group" else ""
-        w.lines.append(f"S.wgmma_{what}({count + ', ' * bool(count)}{w.mask}, {w.where})")
+    kind = i.modifiers[0]
+    if kind != "mma_async":
+        count = i.operands[0] if kind == "wait_group" else ""
+        w.lines.append(f"S.wgmma_{kind}({count + ', ' * bool(count)}{w.mask}, {w.where})")
         return
     registers, (_, a, b, scale, *flags) = w.vector(i.operands[0]), i.operands
     columns, depth = map(int, WGMMA.fullmatch(i.modifiers[3]).groups())

@@ -17,8 +17,8 @@ PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+(?:\.ptr[^,]*?\s
 class Unknown(NotImplementedError):
     """PTX that the emulator has no meaning for: the statement, its source line, and what is unknown in it."""
 
-    def __init__(self, what: str, instruction: Instruction):
-        super().__init__(f"{what}: {instruction.text} [{instruction.line}]")
+    def __init__(self, reason: str, instruction: Instruction):
+        super().__init__(f"{reason}: {instruction.text} [{instruction.line}]")
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -50,8 +50,8 @@ class BlockWriter:
                 raise Unknown(f"unknown modifier .{modifier}", instruction)
         operation.emit(self, instruction)
 
-    def fail(self, what: str) -> Unknown:
-        return Unknown(what, self.at)
+    def fail(self, reason: str) -> Unknown:
+        return Unknown(reason, self.at)
 
     def variable(self, expression: str) -> str:
         self.variables += 1

@@ -95,10 +95,10 @@ def test_end_to_end(run, tmp_path):
     assert report.replace("\n", " ") in printed
 
     assert tuple(losses) == tuple(config.VARIANTS)
-    for one in losses.values():
-        assert len(one) == 4
-        assert one[-1] < one[0] < 1.1 * math.log(600)
-        torch.testing.assert_close(one, losses["eager"], rtol=results.AGREEMENT, atol=0.0)
+    for curve in losses.values():
+        assert len(curve) == 4
+        assert curve[-1] < curve[0] < 1.1 * math.log(600)
+        torch.testing.assert_close(curve, losses["eager"], rtol=results.AGREEMENT, atol=0.0)
     assert all(row["limited"] and row["difference"] <= results.AGREEMENT for row in written["table"])
     assert {*written["milliseconds"]} == {*losses}
     assert written["environment"]["versions"]["torch"] == torch.__version__
@@ -152,8 +152,8 @@ def test_ratios_are_of_a_steps_own_times_and_warm_up_is_left_out():
 
 
 def test_the_gain_in_words():
-    settings, made = tiny(steps=1), zip(config.VARIANTS, (10, 14, 15, 12, 12), (800, 400, 100, 120, 50), strict=True)
-    runs = [one_run(variant, (1.0,), (float(ms),), mib << 20) for variant, ms, mib in made]
+    settings, figures = tiny(steps=1), zip(config.VARIANTS, (10, 14, 15, 12, 12), (800, 400, 100, 120, 50), strict=True)
+    runs = [one_run(variant, (1.0,), (float(ms),), mib << 20) for variant, ms, mib in figures]
     assert results.gain(results.summarize(settings, runs)) == (
         'A step of ckptkern, "full", 1MiB peaks at 50 MiB, where eager takes 800 MiB (16×) and checkpointing, chunked loss, '
         "the lowest of the others, 100 MiB (2×); it takes 1.20 of eager's time and 0.80 of that one's."
@@ -186,9 +186,9 @@ def test_precisions_and_experts_train_alike(run, arguments):
     status, losses, printed, written = run(arguments)
     assert status == 0
     assert ("no limit: only fp32 on a CPU has one" in printed) == low
-    for one in losses.values():
-        assert all(map(math.isfinite, one))
-        torch.testing.assert_close(one, losses["eager"], rtol=0.02 if low else 1e-5, atol=0.0)
+    for curve in losses.values():
+        assert all(map(math.isfinite, curve))
+        torch.testing.assert_close(curve, losses["eager"], rtol=0.02 if low else 1e-5, atol=0.0)
     if "experts" in arguments:
         assert f"of 4 experts, {1 if 'top-k' in arguments else 2} a token" in printed
         assert written["settings"]["lr"] == pytest.approx(1e-3 / 3)
@@ -317,9 +317,9 @@ def test_threads_are_chosen_and_given_back(monkeypatch):
     clock, linear, outer = [0.0], F.linear, torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        for wanted, found in ((0, {1, 2}), (1, {1}), (0, {1})):
+        for wanted, counts in ((0, {1, 2}), (1, {1}), (0, {1})):
             with training.cpu_threads(tiny(threads=wanted)) as threads:
-                assert threads in found
+                assert threads in counts
                 assert torch.get_num_threads() == threads
             assert torch.get_num_threads() == 2
             if wanted:

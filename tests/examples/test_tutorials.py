@@ -23,7 +23,7 @@ def test_the_command(capsys):
     printed = capsys.readouterr().out
     assert printed.count("same bits") == 2
     assert __main__.main(["examples", "no-such"]) == 2
-    assert "there are deep-net, blocks" in capsys.readouterr().out
+    assert "choose from deep-net, blocks" in capsys.readouterr().out
 
 
 def test_a_difference_is_found(monkeypatch, capsys):

@@ -37,12 +37,14 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    faults = [one for one in FAULTS if not options.names or any(n in f"{one.name} {one.file}" for n in options.names)]
+    faults = [
+        fault for fault in FAULTS if not options.names or any(n in f"{fault.name} {fault.file}" for n in options.names)
+    ]
     if not faults:
         sys.exit("faults: no fault has these words in its name or file; --list prints all")
     if options.list:
-        for one in faults:
-            print(f"{one.name} [{one.file}]: {' | '.join(one.tests)}")
+        for fault in faults:
+            print(f"{fault.name} [{fault.file}]: {' | '.join(fault.tests)}")
         return
     if lost := [*problems(faults), *without_tests(faults)]:
         sys.exit("\n".join(lost))
@@ -50,19 +52,19 @@ def main() -> None:
         print(f"{len(faults)} faults have a place and tests")
         return
     with tempfile.TemporaryDirectory(prefix="ckptkern-faults-") as name:
-        folder, found = Path(name), []
+        folder, results = Path(name), []
         if options.baseline and (red := red_without(faults, folder, options.seconds)):
             sys.exit("\n".join(["faults: these tests fail without a fault:", *red]))
-        for one in all_of(faults, folder, max(options.jobs, 1), options.seconds):
-            found.append(one)
-            print(f"{len(found)}/{len(faults)} {one.line()}", flush=True)
-    found.sort(key=lambda one: faults.index(one.fault))
-    table = table_of(found)
+        for result in all_of(faults, folder, max(options.jobs, 1), options.seconds):
+            results.append(result)
+            print(f"{len(results)}/{len(faults)} {result.line()}", flush=True)
+    results.sort(key=lambda result: faults.index(result.fault))
+    table = table_of(results)
     if options.out is not None:
         page = options.out.read_text() if options.out.exists() else ""
         options.out.write_text(f"{page.partition(HERE)[0]}{HERE}\n\n{table}")
-    missed = [one for one in found if one.by is None]
-    print("\n" + table + "".join(f"\n{one.line()}" for one in missed))
+    missed = [result for result in results if result.by is None]
+    print("\n" + table + "".join(f"\n{result.line()}" for result in missed))
     sys.exit(bool(missed))
 
 

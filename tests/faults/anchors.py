@@ -39,15 +39,15 @@ class AnchorError(Exception):
 def pattern_of(text: str) -> str:
     """Returns a regular expression of the text's words and signs, with any white space between them."""
     tokens = re.findall(r"\w+|[^\w\s]", re.sub(r",\s*([)\]}])", r"\1", text))
-    found, before = "", ""
+    regex, before = "", ""
     for token in tokens:
         if before:
-            found += r"\s+" if is_word(before) and is_word(token) else r"\s*"
+            regex += r"\s+" if is_word(before) and is_word(token) else r"\s*"
         if token in ")]}":
-            found += r"(?:,\s*)?"
-        found += "[\"']" if token in "\"'" else re.escape(token)
+            regex += r"(?:,\s*)?"
+        regex += "[\"']" if token in "\"'" else re.escape(token)
         before = token
-    return (r"(?<!\w)" if is_word(tokens[0]) else "") + found + (r"(?!\w)" if is_word(before) else "")
+    return (r"(?<!\w)" if is_word(tokens[0]) else "") + regex + (r"(?!\w)" if is_word(before) else "")
 
 
 def is_word(token: str) -> bool:
@@ -59,51 +59,51 @@ def changed(fault: Fault, source: str) -> str:
     context, _, rest = fault.text.rpartition("«")
     replaced, _, after = rest.partition("»")
     parts = [f"({pattern_of(part)})" if part.strip() else "()" for part in (context, replaced, after)]
-    found = list(re.finditer(r"\s*".join(parts), source))
-    if len(found) != 1:
+    hits = list(re.finditer(r"\s*".join(parts), source))
+    if len(hits) != 1:
         raise AnchorError(
-            f"{fault.name}: its text is {len(found)} times in {fault.file}, not once: {fault.text!r}. Anchor the fault anew in "
+            f"{fault.name}: its text is {len(hits)} times in {fault.file}, not once: {fault.text!r}. Anchor the fault anew in "
             "tests/faults: give the code that stands there now, or more of what is around it"
         )
-    start, stop = found[0].span(2)
+    start, stop = hits[0].span(2)
     if source[start:stop] == fault.instead:
         raise AnchorError(f"{fault.name}: it changes nothing, because `instead` is what stands in {fault.file}")
-    made = source[:start] + fault.instead + source[stop:]
+    changed = source[:start] + fault.instead + source[stop:]
     if fault.file.endswith(".py"):
         try:
-            ast.parse(made)
+            ast.parse(changed)
         except SyntaxError as error:
             raise AnchorError(
                 f"{fault.name}: {fault.file} with the fault is no Python: {error}. Change `instead` in tests/faults"
             ) from error
-    return made
+    return changed
 
 
 def problems(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
     """Returns what is wrong with the faults: places that are lost, and names that occur twice."""
-    found, names = [], set()
+    errors, names = [], set()
     for fault in faults:
         if fault.name in names:
-            found.append(f"{fault.name}: two faults have this name")
+            errors.append(f"{fault.name}: two faults have this name")
         names.add(fault.name)
         try:
             changed(fault, (root / fault.file).read_text())
         except OSError as error:
-            found.append(f"{fault.name}: {fault.file} cannot be read: {error.strerror}. Anchor the fault anew")
+            errors.append(f"{fault.name}: {fault.file} cannot be read: {error.strerror}. Anchor the fault anew")
         except AnchorError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def without_tests(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
     """Returns which files that should hold a test of a fault are not there."""
-    found = []
+    errors = []
     for fault in faults:
         words = " ".join(fault.tests).split()
         paths = [word.partition("::")[0] for word in words if word.startswith("tests/")]
-        found += [
+        errors += [
             f"{fault.name}: {path} is not there, in which a test should see it; name the file that has the test now"
             for path in paths
             if not (root / path).exists()
         ]
-    return found
+    return errors

@@ -29,7 +29,7 @@ CONVERSION = [
     Fault(
         "binding: a model that generates in training mode gets empty caches",
         "ckptkern/conversion/binding.py",
-        "if not («torch.is_grad_enabled() and» self.module.training) or any(one.get_seq_length() for one in caches)",
+        "if not («torch.is_grad_enabled() and» self.module.training) or any(cache.get_seq_length() for cache in caches)",
         "",
         ("tests/conversion/test_convert.py -k cache", "tests/conversion/test_masks.py -k generation"),
     ),
@@ -63,7 +63,7 @@ CONVERSION = [
     Fault(
         "guard: a change of the configuration that no layer reads counts",
         "ckptkern/conversion/guard.py",
-        "if «id(one) in self.whole»: return None",
+        "if «id(owner) in self.whole»: return None",
         "True",
         ("tests/conversion/test_calls.py -k may_change", "tests/conversion/test_training_loops.py -k 'save and Llama'"),
     ),
@@ -98,7 +98,7 @@ CONVERSION = [
     Fault(
         "arguments: a low-rank update that is switched off is added",
         "ckptkern/conversion/arguments.py",
-        "if «getattr(layer, SWITCH)»: del found[name]",
+        "if «getattr(layer, SWITCH)»: del arguments[name]",
         "False",
         ("tests/conversion/test_training_loops.py -k 'adapters and Llama'",),
     ),
@@ -140,7 +140,7 @@ CONVERSION = [
     Fault(
         "head: logits of a weight that has changed",
         "ckptkern/conversion/logits.py",
-        "same = «[(one._version, one.data_ptr()) for one in self.tensors] == self.marks»",
+        "same = «[(tensor._version, tensor.data_ptr()) for tensor in self.tensors] == self.marks»",
         "True",
         ("tests/conversion/test_logits.py",),
     ),
@@ -224,7 +224,7 @@ CONVERSION = [
     Fault(
         "a step's loss: the first of the results",
         "ckptkern/conversion/recorder.py",
-        "return «[one for one in tensors if one.dim() == 0] or» tensors",
+        "return «[tensor for tensor in tensors if tensor.dim() == 0] or» tensors",
         "",
         ("tests/planning/test_loss.py",),
     ),

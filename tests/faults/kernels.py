@@ -79,7 +79,7 @@ KERNELS = [
         "gated mlp: the activation is rounded before the product",
         "triton_kernels/mlp.py",
         "def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):"
-        ' """h = dropout(round(act(g) u)) in g\'s type.""" h = cast(«act(g, ACT)» * upcast(u), g.dtype)',
+        ' """Computes h = dropout(round(act(g) u)) in g\'s type.""" h = cast(«act(g, ACT)» * upcast(u), g.dtype)',
         "upcast(cast(act(g, ACT), g.dtype))",
         ("tests/triton_kernels/test_mlp.py",),
     ),

@@ -209,7 +209,7 @@ OPS = [
     Fault(
         "experts: a routing weight has no gradient of the bias",
         "ckptkern/ops/experts.py",
-        'made["ds"] = «ds if bd is None else ds + _bias_share(dy, index, bd)»',
+        'gradients["ds"] = «ds if bd is None else ds + _bias_share(dy, index, bd)»',
         "ds",
         (values("[moe_block-down_bias", "[moe_block-gate_up_bias"),),
     ),

@@ -162,7 +162,7 @@ SEGMENTS = [
     Fault(
         "parts: a slice of what only begins as its result",
         "ckptkern/segments/axes.py",
-        "and «shape_of(one)[axis.dim] not in (1, size)» for one in inputs):",
+        "and «shape_of(source)[axis.dim] not in (1, size)» for source in inputs):",
         "False",
         ("tests/segments/test_axes.py",),
     ),
@@ -211,7 +211,7 @@ SEGMENTS = [
     Fault(
         "parts: a list that a forward fills stays empty",
         "ckptkern/segments/parts.py",
-        "if «after != kind or any(one is not other for one, other in zip(now, before, strict=True))»:",
+        "if «after != kind or any(value is not other for value, other in zip(now, before, strict=True))»:",
         "False",
         ("tests/segments/test_parts.py -k lists",),
     ),
@@ -481,7 +481,7 @@ CSRC = [
     Fault(
         "parts: what is fused in a layer that is not cut saves its hidden layer",
         "ckptkern/segments/parts.py",
-        "with «own_modes()»:  # what is fused inside bounds its own memory",
+        "with «own_modes()»:  # fused layers inside bound their own memory",
         "torch.enable_grad()",
         ("tests/conversion/test_parts.py -k not_cut",),
     ),

@@ -168,7 +168,7 @@ def all_of(faults: Sequence[Fault], folder: Path, jobs: int, seconds: float) -> 
 def red_without(faults: Sequence[Fault], folder: Path, seconds: float) -> list[str]:
     """Returns which parts of the suite fail without a fault: what they see of one says nothing then."""
     copy, red = copied(folder / "baseline", files_of(ROOT)), []
-    for arguments in dict.fromkeys(one for fault in faults for one in fault.tests[:1]):
+    for arguments in dict.fromkeys(test for fault in faults for test in fault.tests[:1]):
         run = tested(copy, arguments, seconds)
         print(f"without a fault: {arguments}: {run.outcome}", flush=True)
         if run.outcome != "passed":
@@ -176,17 +176,17 @@ def red_without(faults: Sequence[Fault], folder: Path, seconds: float) -> list[s
     return red
 
 
-def table_of(found: Sequence[Found]) -> str:
+def table_of(results: Sequence[Found]) -> str:
     """Returns a Markdown table of the faults in their order, and the counts by folder."""
     lines = ["| fault | file | found by | which says |", "|---|---|---|---|"]
-    for one in found:
-        says = one.says[:300].replace("|", "\\|")
+    for result in results:
+        says = result.says[:300].replace("|", "\\|")
         lines.append(
-            f"| {one.fault.name} | `{one.fault.file}` | {f'`{one.by}`' if one.by else '**not found**'} | {says} |"
+            f"| {result.fault.name} | `{result.fault.file}` | {f'`{result.by}`' if result.by else '**not found**'} | {says} |"
         )
     lines += ["", "| folder | faults | found |", "|---|---:|---:|"]
-    for folder in dict.fromkeys(one.fault.folder for one in found):
-        own = [one for one in found if one.fault.folder == folder]
-        lines.append(f"| {folder} | {len(own)} | {sum(one.by is not None for one in own)} |")
-    lines.append(f"| all | {len(found)} | {sum(one.by is not None for one in found)} |")
+    for folder in dict.fromkeys(result.fault.folder for result in results):
+        own = [result for result in results if result.fault.folder == folder]
+        lines.append(f"| {folder} | {len(own)} | {sum(result.by is not None for result in own)} |")
+    lines.append(f"| all | {len(results)} | {sum(result.by is not None for result in results)} |")
     return "\n".join(lines) + "\n"

@@ -19,8 +19,8 @@ def params4bit(kind="nf4", double=True, dtype=torch.bfloat16, device="cpu"):
     """device: None leaves it as it was loaded, not quantised."""
     nn_ = pytest.importorskip("bitsandbytes").nn
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    made = nn_.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=double)
-    return made.to(device) if device else made
+    parameter = nn_.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=double)
+    return parameter.to(device) if device else parameter
 
 
 def of_torchao(config, **options):
@@ -97,14 +97,14 @@ def test_grouped_mm_dequantises_one_expert_at_a_time():
         torch.randn(40, 256, dtype=torch.bfloat16),
         torch.tensor([5, 5, 9, 20, 21, 33, 34, *[40] * 9], dtype=torch.int32),
     )
-    found = []
+    results = []
     for weight in (frozen, module.w):
         rows = x.clone().requires_grad_()
         with peak_memory("cpu") as peak:
             y = torch._grouped_mm(rows, weight.mT, offs)
             y.backward(torch.ones_like(y))
-        found.append((y, rows.grad, peak.bytes))
-    (ours, theirs), (grad, wanted), (peak, _) = zip(*found, strict=True)
+        results.append((y, rows.grad, peak.bytes))
+    (ours, theirs), (grad, wanted), (peak, _) = zip(*results, strict=True)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(grad, wanted)
     # of 16 experts: some, with what oneDNN takes for each thread
@@ -147,8 +147,8 @@ def test_what_is_transient_is_counted(name, monkeypatch):
         gc.collect()  # what is garbage would be freed inside
         with peak_memory("cpu") as peak:
             frozen.dequantize(dtype)
-        made = frozen.numel() * dtype.itemsize
-        beside, transient = peak.bytes - made, kinds.frozen_bytes([frozen], dtype)[1] - made
+        dense_bytes = frozen.numel() * dtype.itemsize
+        beside, transient = peak.bytes - dense_bytes, kinds.frozen_bytes([frozen], dtype)[1] - dense_bytes
         assert 0 <= beside <= transient <= 3 * beside + frozen.numel()
 
 
@@ -177,7 +177,7 @@ REFUSED = {
     r"dtype must be float16, .* not torch\.float8": lambda: Frozen(*block_fp8(), kind="block_fp8", dtype=F8),
     r"is not quantised yet; move its module to its device first": lambda: Frozen(params4bit(device=None)),
     r"is packed for inference .* load the weight again": lambda: Frozen(changed(packing_format_for_cpu=True)),
-    r"takes nf4 and fp4 .* not 'nf3' of torch.bfloat16": lambda: Frozen(changed(quant_type="nf3")),
+    r"must be nf4 or fp4 .* but is 'nf3' of torch.bfloat16": lambda: Frozen(changed(quant_type="nf3")),
     r"has 10240 bytes for a weight of shape \(320, 65\)": lambda: Frozen(changed(shape=(320, 65))),
     r"must be \[out_features, in_features\] .* is \(320, 64\) .* of data \(320, 32\)": lambda: Frozen(relaid()),
     r"with activation_quantization changes its layer's input too, .* quantise weight-only": lambda: Frozen(

@@ -47,9 +47,9 @@ def test_other_operations_dequantise():
     frozen, dense = make()
     x = {"x": torch.linspace(-1, 1, 30).view(3, 10).requires_grad_()}
     assert_same(*(gradients(lambda t, w=w: F.linear(t["x"], w), x) for w in (frozen, dense)))
-    for made, wanted in ((frozen + 1, dense + 1), (frozen.sum(), dense.sum()), (frozen.cpu().clone(), dense)):
-        assert type(made) is torch.Tensor
-        assert torch.equal(made, wanted)
+    for actual, wanted in ((frozen + 1, dense + 1), (frozen.sum(), dense.sum()), (frozen.cpu().clone(), dense)):
+        assert type(actual) is torch.Tensor
+        assert torch.equal(actual, wanted)
 
 
 ERRORS = {
@@ -57,7 +57,7 @@ ERRORS = {
     r"cannot be changed in place by aten\.add\.out": lambda w: torch.add(w, 1, out=w),
     r"cannot be changed in place by aten\.max\.dim_max": lambda w: torch.max(torch.ones(2, 2), 0, out=(w, w.long())),
     r"has no gradient, .* train a low-rank update": lambda w: w.requires_grad_(),
-    r"has no address, .* take that of dequantize": lambda w: w.data_ptr(),
+    r"has no address, .* take the address of dequantize": lambda w: w.data_ptr(),
 }
 
 

@@ -26,10 +26,12 @@ class Swish(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        one = torch.ones(())
-        self.beta = nn.Parameter(one) if kind == "parameter" else one.requires_grad_() if kind == "attribute" else 1.0
+        scale = torch.ones(())
+        self.beta = (
+            nn.Parameter(scale) if kind == "parameter" else scale.requires_grad_() if kind == "attribute" else 1.0
+        )
         if kind == "buffer":
-            self.register_buffer("gain", one)
+            self.register_buffer("gain", scale)
 
     def forward(self, z):
         return z * torch.sigmoid(self.beta * z)
@@ -67,12 +69,12 @@ def test_functions_and_modules_are_recognised():
     """Torch's own by name, which a layer reads that calls what it does not know."""
     before = torch.get_rng_state()
     for name, entry in ACTIVATIONS.items():
-        functions = [form for one in entry.torchs for form in forms_of(one)]
-        assert [named(one) for one in functions] == [name] * len(functions)
+        functions = [form for original in entry.torchs for form in forms_of(original)]
+        assert [named(function) for function in functions] == [name] * len(functions)
         functions += WRITTEN_OUT.get(name, [])
         assert functions
-        assert [recognised(one) for one in functions] == [name] * len(functions)
-    assert [recognised(one) for one in UNKNOWN] == [None] * len(UNKNOWN)
+        assert [recognised(function) for function in functions] == [name] * len(functions)
+    assert [recognised(function) for function in UNKNOWN] == [None] * len(UNKNOWN)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -90,8 +92,8 @@ def test_torchs_of_an_activation_are_all():
     classes = {name: getattr(nn, name) for name in ("Identity", *nn.modules.activation.__all__)}
     for name, entry in ACTIVATIONS.items():
         functions = {getattr(where, name) for where in (F, torch) if hasattr(where, name)}
-        ours = {one for one in functions if recognised(one) == name}
-        ours |= {one for one in classes.values() if takes_nothing(one) and recognised(one()) == name}
+        ours = {function for function in functions if recognised(function) == name}
+        ours |= {kind for kind in classes.values() if takes_nothing(kind) and recognised(kind()) == name}
         assert ours == set(entry.torchs)
 
 

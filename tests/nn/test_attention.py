@@ -106,15 +106,17 @@ def test_the_mask_gets_a_gradient(padded):
 def test_torch_says_which_dtypes_of_masks_go_together(dtype, masked, autocast):
     pair, x = [module.to(dtype) for module in build()], tokens("seq_first", T, grad=False).to(dtype)
     kinds, errors = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64), set()
-    for need_weights, one, other in itertools.product((True, False), kinds, kinds if masked == "both" else kinds[:1]):
-        mask, padding = causal_mask(T, T), torch.zeros(B, T).to(other if masked == "both" else one)
-        mask = mask < 0 if one == torch.bool else mask.to(one)
-        given = dict(need_weights=need_weights, is_causal=masked == "hint")
-        given |= {} if masked == "key_padding_mask" else {"attn_mask": mask}
-        given |= {"key_padding_mask": padding} if masked in ("key_padding_mask", "both") else {}
+    for need_weights, mask_dtype, other in itertools.product(
+        (True, False), kinds, kinds if masked == "both" else kinds[:1]
+    ):
+        mask, padding = causal_mask(T, T), torch.zeros(B, T).to(other if masked == "both" else mask_dtype)
+        mask = mask < 0 if mask_dtype == torch.bool else mask.to(mask_dtype)
+        options = dict(need_weights=need_weights, is_causal=masked == "hint")
+        options |= {} if masked == "key_padding_mask" else {"attn_mask": mask}
+        options |= {"key_padding_mask": padding} if masked in ("key_padding_mask", "both") else {}
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            ours, theirs = (raised(functools.partial(module, x, x, x, **given)) for module in pair)
-        assert ours == theirs, given
+            ours, theirs = (raised(functools.partial(module, x, x, x, **options)) for module in pair)
+        assert ours == theirs, options
         errors.add(theirs is None)
     assert len(errors) == 2, "some are taken, some are not"
 

@@ -36,20 +36,20 @@ class LoRA(nn.Module):
 def each_linear(change, module):
     """Gives every nn.Linear to `change`, which changes it or returns what takes its place. Torch's attention calls no out_proj,
     so that nothing can take its place."""
-    for path, one in [*module.named_modules()]:
-        if isinstance(one, nn.Linear):
+    for path, child in [*module.named_modules()]:
+        if isinstance(child, nn.Linear):
             owner, _, name = path.rpartition(".")
-            made = change(one) if name != "out_proj" else None
-            if path and made is not None:
-                setattr(module.get_submodule(owner), name, made)
+            changed = change(child) if name != "out_proj" else None
+            if path and changed is not None:
+                setattr(module.get_submodule(owner), name, changed)
     return module
 
 
 def normed(module):
-    for one in [*module.modules()]:
-        if isinstance(one, nn.MultiheadAttention):
-            parametrizations.weight_norm(one, "in_proj_weight")
-    return each_linear(lambda one: parametrizations.weight_norm(one) and None, module)
+    for child in [*module.modules()]:
+        if isinstance(child, nn.MultiheadAttention):
+            parametrizations.weight_norm(child, "in_proj_weight")
+    return each_linear(lambda linear: parametrizations.weight_norm(linear) and None, module)
 
 
 def quantized(linear):
@@ -65,7 +65,7 @@ CHANGES = {
     "LoRA": functools.partial(each_linear, LoRA),
     "weight_norm": normed,
     "int8": functools.partial(each_linear, quantized),
-    "hook": functools.partial(each_linear, lambda one: one.register_forward_hook(lambda *_: None) and None),
+    "hook": functools.partial(each_linear, lambda linear: linear.register_forward_hook(lambda *_: None) and None),
 }
 LAYERS = ["MLP", "TransformerEncoderLayer", "TransformerDecoderLayer", "LlamaDecoderLayer"]
 # a Linear has no part that an adapter could take the place of, and its own hooks run before its forward
@@ -100,8 +100,8 @@ def test_saved_bytes_are_those_of_a_checkpoint(name, how):
     _, torchs_saved = step_of(name, build(name, how, "none"), lambda *args: torchs(*args, use_reentrant=False))
     arguments = sum(4 * x.numel() for x in inputs_of(name).values())
     for recompute in ("full",) if name in ("Linear", "LinearStack", "MLP", "GatedMLP") else ("selective", "full"):
-        made, saved = step_of(name, build(name, how, recompute))
-        torch.testing.assert_close(made, expected)
+        actual, saved = step_of(name, build(name, how, recompute))
+        torch.testing.assert_close(actual, expected)
         assert saved == arguments <= torchs_saved < whole
 
 
@@ -109,9 +109,9 @@ def test_saved_bytes_are_those_of_a_checkpoint(name, how):
 def test_one_region_at_a_time(name):
     """The layer's parts make no regions inside it, and it makes none inside another or without gradients."""
     module, calls = build(name, "hook", "full"), []
-    parts = [one for one in module.modules() if type(one) is nn.Linear]
-    for one in parts:
-        one.register_forward_hook(lambda *_: calls.append(None))
+    parts = [m for m in module.modules() if type(m) is nn.Linear]
+    for part in parts:
+        part.register_forward_hook(lambda *_: calls.append(None))
     for around in (
         lambda function, *args: function(*args),
         ckptkern.checkpoint,
@@ -130,11 +130,11 @@ def test_one_region_at_a_time(name):
 def test_parameters_that_are_given_back_before_backward(name):
     """torch.func.functional_call's own parameters are those of the recompute."""
     module, inputs = build(name, "LoRA", "full").eval().requires_grad_(), [x.float() for x in inputs_of(name).values()]
-    given = {key: (2 * p).detach().requires_grad_() for key, p in module.named_parameters()}
-    y = torch.func.functional_call(module, given, tuple(inputs))
-    made = torch.autograd.grad(y.square().sum(), [*given.values()])
-    module.load_state_dict(given, strict=False)
-    torch.testing.assert_close(made, torch.autograd.grad(module(*inputs).square().sum(), [*module.parameters()]))
+    parameters = {key: (2 * p).detach().requires_grad_() for key, p in module.named_parameters()}
+    y = torch.func.functional_call(module, parameters, tuple(inputs))
+    grads = torch.autograd.grad(y.square().sum(), [*parameters.values()])
+    module.load_state_dict(parameters, strict=False)
+    torch.testing.assert_close(grads, torch.autograd.grad(module(*inputs).square().sum(), [*module.parameters()]))
 
 
 @pytest.mark.slow
@@ -180,11 +180,11 @@ def test_quantised_weights(name, caplog):
     each_linear(quantized, module)
     inputs = {key: x.detach().float().requires_grad_() for key, x in inputs_of(name).items()}
     with caplog.at_level(logging.INFO, "ckptkern"):
-        made, expected = run(module, call, inputs), run(other, call, inputs)
+        actual, expected = run(module, call, inputs), run(other, call, inputs)
     assert any("Int8Weight has operations of its own" in record.message for record in caplog.records)
-    assert_same_within_rounding(made, expected)
+    assert_same_within_rounding(actual, expected)
     with ckptkern.backend("triton"):
-        torch.testing.assert_close(run(module, call, inputs), made, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(run(module, call, inputs), actual, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
@@ -193,7 +193,7 @@ def test_a_sparse_weight(name, layout):
     """Torch computes it, and what torch computes or refuses depends on its release and the layout."""
     results = []
     for module in pair_of(name):
-        linear = [one for one in module.modules() if isinstance(one, nn.Linear)][-1]
+        linear = [m for m in module.modules() if isinstance(m, nn.Linear)][-1]
         linear.weight = nn.Parameter(linear.weight.detach().relu().to_sparse(layout=layout))
         try:
             y = call(module, torch.ones(B, T, E).double())
@@ -223,7 +223,7 @@ def _check_fsdp(rank):
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(B, T, E, generator=torch.Generator().manual_seed(5))
     for kind, keep in itertools.product(("LlamaDecoderLayer", "LoRA"), (True, False)):
         whole, sharded = (build("LlamaDecoderLayer", "LoRA", "full").eval() for _ in range(2))
-        for part in [one for one in sharded.modules() if type(one).__name__ == kind]:
+        for part in [m for m in sharded.modules() if type(m).__name__ == kind]:
             fully_shard(part, mesh=mesh, reshard_after_forward=not keep)
         network = nn.Sequential(sharded, sharded)
         fully_shard(network, mesh=mesh)

@@ -43,11 +43,11 @@ def gradients(loss, module, x):
 )
 def test_like_torchs(options):
     """The same parameters from the same seed, state_dicts that go both ways, the same loss and gradients."""
-    made = []
+    modules = []
     for kind in (ours, functools.partial(TORCH_CLASS, dtype=torch.float64)):
         torch.manual_seed(0)
-        made.append(kind(WIDTH, CLASSES, **options))
-    mine, other = made
+        modules.append(kind(WIDTH, CLASSES, **options))
+    mine, other = modules
     torch.testing.assert_close(mine.state_dict(), other.state_dict(), rtol=0, atol=0)
     other.load_state_dict(mine.state_dict())
     x, target = inputs(6)[0], torch.randint(CLASSES, (6, *options.get("out_features", ())))
@@ -108,14 +108,14 @@ def test_what_it_returns_beside_the_loss(returned, reduction):
     """Of the op, and of the linear layer that is called for a hook: the same, and None for what is not asked for."""
     options = {f"return_{name}": True for name in returned.split()} | ({"top_k": 3} if "entropy" in returned else {})
     module, (x, target) = ours(WIDTH, CLASSES, bias=True, reduction=reduction, **options, **OWN), inputs(4, 5)
-    linear, found = module.linear, []
+    linear, results = module.linear, []
     for _ in range(2):
-        got = {name: one for name, one in module(x, target)._asdict().items() if one is not None}
+        got = {name: value for name, value in module(x, target)._asdict().items() if value is not None}
         assert got.keys() == {"loss", *returned.split(), "top_k" if "entropy" in returned else "arg_max"}
-        total = sum(one.sum() for one in tree_leaves(got) if one.requires_grad)
-        found.append((got, torch.autograd.grad(total, (x, *linear.parameters()))))
+        total = sum(value.sum() for value in tree_leaves(got) if value.requires_grad)
+        results.append((got, torch.autograd.grad(total, (x, *linear.parameters()))))
         linear.register_forward_hook(lambda module, args, y: y)
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*results)
     assert not isinstance(ours(WIDTH, CLASSES)(x, target), tuple)
 
 

@@ -64,7 +64,11 @@ def test_it_is_torchs_class_with_torchs_arguments(name):
     ours, theirs = getattr(ckptkern.nn, name), getattr(nn, name)
     assert issubclass(ours, theirs)
     mine, reference = (
-        {one.name: one.default for one in inspect.signature(kind).parameters.values() if one.kind != one.KEYWORD_ONLY}
+        {
+            parameter.name: parameter.default
+            for parameter in inspect.signature(kind).parameters.values()
+            if parameter.kind != parameter.KEYWORD_ONLY
+        }
         for kind in (ours, theirs)
     )
     assert [(key, value) for key, value in mine.items() if key in reference] == [
@@ -74,11 +78,11 @@ def test_it_is_torchs_class_with_torchs_arguments(name):
 
 @pytest.mark.parametrize(("name", "options"), [*VARIANTS, ("MultiheadAttention", {"kdim": 4, "vdim": 6})], ids=str)
 def test_initialisation_and_state_dict(name, options):
-    made = []
+    modules = []
     for build in (ours_of, theirs_of):
         torch.manual_seed(3)
-        made.append(build(name, **options))
-    ours, theirs = made
+        modules.append(build(name, **options))
+    ours, theirs = modules
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     if name in OF_TORCH:
@@ -116,7 +120,7 @@ def flat(value, prefix=""):
     """{path: value} of dicts in dicts."""
     if not isinstance(value, dict):
         return {prefix: value}
-    return {key: one for name, part in value.items() for key, one in flat(part, f"{prefix}.{name}").items()}
+    return {key: tensor for name, part in value.items() for key, tensor in flat(part, f"{prefix}.{name}").items()}
 
 
 @every_module
@@ -241,8 +245,8 @@ def test_copies_have_its_settings_and_share_nothing(name):
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(other) is type(module)
         assert repr(other) == repr(module)
-        for one in (other, module):
-            torch.testing.assert_close(step(one, *inputs, held=inputs), expected, rtol=0, atol=0)
+        for m in (other, module):
+            torch.testing.assert_close(step(m, *inputs, held=inputs), expected, rtol=0, atol=0)
             with torch.no_grad():
                 for p in other.parameters():
                     p.zero_()
@@ -293,7 +297,7 @@ def test_compiled(name):
     module, inputs = with_inputs(name)
     function = functools.partial(call, **{"need_weights": True} if weights else {})
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(*(step(module, *inputs, function=one)[0] for one in (function, compiled)))
+    torch.testing.assert_close(*(step(module, *inputs, function=f)[0] for f in (function, compiled)))
 
 
 @pytest.mark.slow
@@ -354,15 +358,15 @@ def test_wrong_options_raise_an_error(name, option):
 WIDTHS = [
     (name, option)
     for name in DROP_INS
-    for option, one in arguments_of(name).items()
-    if one.annotation in ("int", "int | None") and one.kind != one.KEYWORD_ONLY
+    for option, parameter in arguments_of(name).items()
+    if parameter.annotation in ("int", "int | None") and parameter.kind != parameter.KEYWORD_ONLY
 ]
 
 
 @pytest.mark.parametrize(("name", "option"), [*WIDTHS, ("Dropout", "p")])
 def test_wrong_widths(name, option):
     """Torch's error where torch has the class, otherwise one that names the argument."""
-    good = {"p": 0.5} if option == "p" else {one: 4 for owner, one in WIDTHS if owner == name}
+    good = {"p": 0.5} if option == "p" else {width: 4 for owner, width in WIDTHS if owner == name}
     for wrong in ("4", -4, [4], 4.5, *([0, 5, None] if name in OF_TORCH else [])):
         ours = raised(lambda wrong=wrong: getattr(ckptkern.nn, name)(**good | {option: wrong}))
         if name in OF_TORCH:
@@ -394,18 +398,20 @@ WRONG_MASKS = [
 def test_wrong_inputs_raise_torchs_error(name, options, layout):
     """Each input, all of them, each mask and each hint."""
     pair, inputs = pair_of(name, batch_first=False, **options), [*inputs_of(name, layout, grad=False).values()]
-    calls = [({}, [one] * 3) for one in changed_inputs(inputs[0])]
+    calls = [({}, [x] * 3) for x in changed_inputs(inputs[0])]
     inputs *= 3 if name == "MultiheadAttention" else 1
     for i, x in enumerate(inputs):
         calls += [({}, [*inputs[:i], wrong, *inputs[i + 1 :]]) for wrong in changed_inputs(x)]
     for mask in [
-        one for one in inspect.signature(type(pair[0]).forward).parameters if "mask" in one or "causal" in one
+        argument
+        for argument in inspect.signature(type(pair[0]).forward).parameters
+        if "mask" in argument or "causal" in argument
     ]:
         calls += [({mask: wrong}, inputs) for wrong in WRONG_MASKS]
-    for need_weights, (given, args) in itertools.product((True, False), calls):
-        given = given | ({} if name in OF_LAYERS else {"need_weights": need_weights})
-        ours, theirs = (raised(functools.partial(module, *args[: len(inputs)], **given)) for module in pair)
-        assert ours == theirs, (args, given)
+    for need_weights, (masks, args) in itertools.product((True, False), calls):
+        masks = masks | ({} if name in OF_LAYERS else {"need_weights": need_weights})
+        ours, theirs = (raised(functools.partial(module, *args[: len(inputs)], **masks)) for module in pair)
+        assert ours == theirs, (args, masks)
 
 
 @pytest.mark.parametrize(

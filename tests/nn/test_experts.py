@@ -115,7 +115,7 @@ def test_transformers_models(kind):
 
 
 NEAR_MISSES = {
-    "has a router, which moe_mlp has not": lambda: Theirs(router=nn.Parameter(torch.ones(3))),
+    "has a router, which moe_mlp does not support": lambda: Theirs(router=nn.Parameter(torch.ones(3))),
     "has is_transposed=True": lambda: Theirs(is_transposed=True),
     "has has_gate=False": lambda: Theirs(has_gate=False),
     "gate_up_weight must be a Tensor": lambda: Theirs(gate_up_proj=None),
@@ -139,4 +139,4 @@ def test_interface_refuses_experts_of_another_kind():
             forward(make(), *data())
     module = Theirs()
     for module.act_fn in (nn.GELU(), nn.SiLU()):
-        torch.testing.assert_close(forward(module, *(given := data())), module(*given))
+        torch.testing.assert_close(forward(module, *(inputs := data())), module(*inputs))

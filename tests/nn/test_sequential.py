@@ -74,17 +74,17 @@ def llama(mode="selective", layers=5, p=0.1):
     return [LlamaDecoderLayer(D, 4, **options) for _ in range(layers)]
 
 
-def step_of(run, layers, *given, **options):
+def step_of(run, layers, *args, **options):
     """(output and gradients, saved bytes besides parameters and arguments)."""
     torch.manual_seed(3)
-    x, held = torch.randn(B, S, D, requires_grad=True), [*itertools.chain(*given), *options.values()]
-    return step(nn.ModuleList(layers), x, function=lambda _, x: run(x, *given, **options), held=held)
+    x, held = torch.randn(B, S, D, requires_grad=True), [*itertools.chain(*args), *options.values()]
+    return step(nn.ModuleList(layers), x, function=lambda _, x: run(x, *args, **options), held=held)
 
 
 def in_turn(layers):
-    def run(x, *given, **options):
+    def run(x, *args, **options):
         for layer in layers:
-            x = layer(x, *given, **options)
+            x = layer(x, *args, **options)
         return x
 
     return run
@@ -97,8 +97,8 @@ def test_a_stack_saves_the_inputs_of_groups(mode, every):
     """The last group, of what remains, saves what its layers do; the results, dropout too, are those of the loop."""
     layers = llama(mode)
     expected, all_saved = step_of(in_turn(layers), layers)
-    found, saved = step_of(LayerStack(layers, every), layers)
-    torch.testing.assert_close(found, expected)
+    actual, saved = step_of(LayerStack(layers, every), layers)
+    torch.testing.assert_close(actual, expected)
     groups = -(-len(layers) // every)
     last = len(layers) - (groups - 1) * every
     state = 5200  # of the random generator, and small things, for each segment
@@ -125,10 +125,10 @@ def test_arguments_of_all_layers_are_saved_once():
     tables = ckptkern.nn.rotary_tables(torch.arange(S), D // 4, 50.0)
     mask = torch.ones(S, S, dtype=torch.bool).tril()
     expected, _ = step_of(in_turn(layers), layers, tables, attn_mask=mask)
-    found, saved = step_of(LayerStack(layers), layers, tables, attn_mask=mask)
-    torch.testing.assert_close(found, expected)
+    actual, saved = step_of(LayerStack(layers), layers, tables, attn_mask=mask)
+    torch.testing.assert_close(actual, expected)
     assert saved < 12 * ROW
-    assert not torch.allclose(step_of(LayerStack(layers), layers)[0][0], found[0])
+    assert not torch.allclose(step_of(LayerStack(layers), layers)[0][0], actual[0])
 
 
 class Named(nn.Module):
@@ -140,8 +140,8 @@ class Named(nn.Module):
 
 def test_keywords_are_the_layers():
     layers, x = [Named() for _ in range(5)], torch.randn(3, 4)
-    found, expected = (run(x, debug=0.5, early_stop=2.0) for run in (LayerStack(layers, debug=False), in_turn(layers)))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (run(x, debug=0.5, early_stop=2.0) for run in (LayerStack(layers, debug=False), in_turn(layers)))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow

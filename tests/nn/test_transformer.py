@@ -58,11 +58,13 @@ FACTORS = {
 MEMORY = {"memory_mask": ("none", "bool2", "float3", "causal"), "memory_padding": ("none", "bool", "float")}
 
 
-CASES = [("encoder", one) for one in pairwise(**FACTORS)] + [("decoder", one) for one in pairwise(**FACTORS, **MEMORY)]
+CASES = [("encoder", case) for case in pairwise(**FACTORS)] + [
+    ("decoder", case) for case in pairwise(**FACTORS, **MEMORY)
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [pytest.param(kind, *one.values, id=f"{kind}-{one.id}") for kind, one in CASES]
+    ("kind", "case"), [pytest.param(kind, *case.values, id=f"{kind}-{case.id}") for kind, case in CASES]
 )
 def test_equals_torch(kind, case):
     layout, options = case["layout"], {key: case[key] for key in ("activation", "bias", "norm_first", "recompute")}
@@ -77,7 +79,7 @@ def test_equals_torch(kind, case):
         masks.append(padding_mask(case["memory_padding"], lead, S))
         hints["memory_is_causal"] = case["memory_mask"] == "causal"
     assert_drop_in(
-        ours, theirs, lambda m, **given: m(*given.values(), *masks, **hints), inputs_of(LAYERS[kind], layout)
+        ours, theirs, lambda m, **inputs: m(*inputs.values(), *masks, **hints), inputs_of(LAYERS[kind], layout)
     )
 
 
@@ -86,7 +88,7 @@ def test_equals_torch(kind, case):
 
 def stacks(kind, **options):
     """(ours, theirs): torch's stack of two layers, of our kind and of torch's, with one set of parameters."""
-    made = []
+    stacks = []
     for layer in build(kind, **options):
         stack = getattr(torch.nn, f"Transformer{kind.capitalize()}")(
             layer, 2, torch.nn.LayerNorm(E, dtype=torch.float64)
@@ -94,9 +96,9 @@ def stacks(kind, **options):
         with torch.no_grad():
             for parameter in stack.layers[1].parameters():
                 parameter.mul_(1.1)
-        made.append(stack)
-    made[0].load_state_dict(made[1].state_dict())
-    return made
+        stacks.append(stack)
+    stacks[0].load_state_dict(stacks[1].state_dict())
+    return stacks
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -117,7 +119,7 @@ def test_torchs_stacks_take_the_layers(kind, batch_first, masked, training):
     masks = {"mask": mask, "src_key_padding_mask": padding}
     masks = masks if kind == "encoder" else {"tgt_mask": mask, "memory_key_padding_mask": padding}
     inputs = inputs_of(LAYERS[kind], "batch_first" if batch_first else "seq_first")
-    assert_drop_in(ours, theirs, lambda m, **given: m(*given.values(), **masks), inputs)
+    assert_drop_in(ours, theirs, lambda m, **inputs: m(*inputs.values(), **masks), inputs)
 
 
 def test_inference_makes_nested_tensors():
@@ -153,13 +155,13 @@ def test_each_dropout_is_its_modules(kind, path, training):
             setattr(part, "dropout" if path == "self_attn" else "p", p)
         return [functools.partial(call, module, **inputs) for module in pair]
 
-    torch.testing.assert_close(*(one() for one in calls(1.0)))
+    torch.testing.assert_close(*(call() for call in calls(1.0)))
     ours, theirs = map(raised, calls(2))
     assert ours == theirs
     assert (ours is None) == (path == "self_attn" and not training)
     for part in parts:
         part.eval()
-    torch.testing.assert_close(*(one() for one in calls(0.5)))
+    torch.testing.assert_close(*(call() for call in calls(0.5)))
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
@@ -209,14 +211,14 @@ def test_an_overridden_sublayer_is_called(kind, name, norm_first, of_class):
         own = getattr(type(module) if of_class else module, name)
 
         def sublayer(*args, own=own, **kwargs):
-            masks.extend(one for one in args if isinstance(one, torch.Tensor) and one.dtype == torch.bool)
+            masks.extend(mask for mask in args if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool)
             return 2 * own(*args, **kwargs)
 
         if of_class:
             module.__class__ = type("Own", (type(module),), {name: sublayer})
         else:
             setattr(module, name, sublayer)
-    call, inputs = lambda m, **given: m(*given.values(), mask), inputs_of(LAYERS[kind])
+    call, inputs = lambda m, **inputs: m(*inputs.values(), mask), inputs_of(LAYERS[kind])
     assert_drop_in(*pair, call, inputs)
     masks.clear()
     with torch.no_grad():

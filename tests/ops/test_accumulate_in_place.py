@@ -49,9 +49,9 @@ def test_sums_are_not_rounded(name, workspace):
 
 def model(dtype=BF16) -> nn.Module:
     torch.manual_seed(0)
-    found = NN.LlamaDecoderLayer(32, 4, num_kv_heads=2).to(dtype)
-    with_main_grads(found.parameters())
-    return found
+    layer = NN.LlamaDecoderLayer(32, 4, num_kv_heads=2).to(dtype)
+    with_main_grads(layer.parameters())
+    return layer
 
 
 def grads(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -115,11 +115,11 @@ def test_where_gradients_are_values_they_are_returned(how):
         run(module, X, create_graph=True)
     elif how == "compiled":
         run(torch.compile(module, backend="aot_eager", fullgraph=True), X)
-    found = {name: p.grad for name, p in module.named_parameters()}
+    results = {name: p.grad for name, p in module.named_parameters()}
     if how == "torch.func":
         loss = torch.func.grad(lambda p: torch.func.functional_call(module, p, (X,)).square().mean())
-        found = loss(dict(module.named_parameters()))
-    assert_same_within_rounding({name: one.detach() for name, one in found.items()}, grads(plain))
+        results = loss(dict(module.named_parameters()))
+    assert_same_within_rounding({name: grad.detach() for name, grad in results.items()}, grads(plain))
     for p in module.parameters():
         assert not p.main_grad.any()
         assert not p.grad_added_to_main_grad
@@ -228,8 +228,8 @@ def test_micro_batches_have_the_sums_of_autograd(workspace, dtype, seen):
         ours(IDS[0]).backward()
         places = {name: p.grad.data_ptr() for name, p in ours.named_parameters()}
         with memory_timeline(torch.device("cpu")) if seen else contextlib.nullcontext():
-            for one in IDS[1:]:
-                ours(one).backward()
+            for batch in IDS[1:]:
+                ours(batch).backward()
     (assert_same if dtype == BF16 else assert_same_within_rounding)(grads(ours), grads(plain))
     assert places == {name: p.grad.data_ptr() for name, p in ours.named_parameters()}
 
@@ -242,9 +242,9 @@ def test_no_second_gradient_is_made():
     def peak():
         head.linear.weight.grad, x.grad = torch.zeros_like(head.linear.weight), None
         loss = head(x, t)
-        with peak_memory("cpu") as found, bodies_seen():
+        with peak_memory("cpu") as peaks, bodies_seen():
             loss.backward()
-        return found.bytes
+        return peaks.bytes
 
     before = peak()
     ckptkern.accumulate_in_place(head)
@@ -278,12 +278,12 @@ THEN = {
 @pytest.mark.parametrize("then", THEN.values(), ids=THEN)
 def test_what_else_adds_to_gradients(then):
     models = pair()
-    for one in models:
-        train(one)
-        then(one)
+    for m in models:
+        train(m)
+        then(m)
     plain, ours = models
     assert_same_within_rounding(grads(ours), grads(plain))
-    asked = [dict(enumerate(torch.autograd.grad(one(IDS[0]), list(one.parameters())))) for one in models]
+    asked = [dict(enumerate(torch.autograd.grad(m(IDS[0]), list(m.parameters())))) for m in models]
     assert_same_within_rounding(*reversed(asked))
     assert_same_within_rounding(grads(ours), grads(plain))
 

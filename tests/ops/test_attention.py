@@ -64,8 +64,8 @@ def test_like_torchs(case, backend):
     sizes, options = LIKE_TORCHS[case]
     tensors, options = inputs(**sizes), options | {"enable_gqa": GROUPED.items() <= sizes.items()}
     with ckptkern.backend(backend):
-        found = gradients(ours(**options), tensors)
-    assert_same_within_rounding(found, gradients(torchs(**options), tensors))
+        actual = gradients(ours(**options), tensors)
+    assert_same_within_rounding(actual, gradients(torchs(**options), tensors))
 
 
 def test_a_list_of_parameters_is_three_weights():
@@ -85,11 +85,11 @@ def test_rows_that_see_nothing(kind, backend):
     mask[:, 2] = mask[:, 5] = mask[1, :, 3] = -math.inf
     tensors = inputs() | {"attn_mask": (mask == 0) if kind == "bool" else mask.requires_grad_(kind == "trained")}
     with ckptkern.backend(backend):
-        found = gradients(ours(), tensors)
-    for name in {"y", "query", "attn_mask"} & found.keys():
-        assert not found[name][..., [2, 5], :].any(), name
+        actual = gradients(ours(), tensors)
+    for name in {"y", "query", "attn_mask"} & actual.keys():
+        assert not actual[name][..., [2, 5], :].any(), name
     expected = gradients(torchs(), tensors)
-    assert_same_within_rounding(found, {name: t.nan_to_num() for name, t in expected.items()})
+    assert_same_within_rounding(actual, {name: t.nan_to_num() for name, t in expected.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -126,8 +126,8 @@ def test_zeros_where_there_is_nothing_to_see(none_of, packed, backend):
     tensors = inputs(query, key)
     call = (lambda t: ckptkern.varlen_attn(*t.values(), *ends, 7, 5)) if packed else ours(dropout_p=0.3)
     with ckptkern.backend(backend):
-        found = gradients(call, tensors)
-    for name, t in found.items():
+        actual = gradients(call, tensors)
+    for name, t in actual.items():
         assert t.shape == (query if name == "y" else tensors[name].shape)
         assert not t.any(), name
 
@@ -181,15 +181,15 @@ def test_slopes_get_no_wrong_gradient(compiled):
 )
 def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
     """As many groups as the workspace makes necessary, all or none of them in each kv head; the same number in both passes."""
-    seen, found, divide = [], [], getattr(module, divides)
+    seen, counts, divide = [], [], getattr(module, divides)
     monkeypatch.setattr(module, divides, lambda *args: seen.append(divide(*args)) or seen[-1])
     call = call_of(name, sizes=Sizes((2, 7), heads=4), recompute="full")
     for workspace in (2**40, *(int(1.1**n) for n in range(160, 0, -1))):
         seen.clear()
         gradients(call.with_(workspace=workspace), call.make())
-        (groups,) = {getattr(one, "groups", one) for one in seen}
-        found.append(groups)
-    assert list(dict.fromkeys(found)) == [1, 2, 4]
+        (groups,) = {getattr(division, "groups", division) for division in seen}
+        counts.append(groups)
+    assert list(dict.fromkeys(counts)) == [1, 2, 4]
 
 
 AFTER_CORE = {"o", "gated", "f", "z", "y"}

@@ -110,21 +110,21 @@ def chosen(options: dict, capability: tuple[int, int], refused: str, monkeypatch
     defaults = dict(
         backend="triton", device="cuda", dtype=torch.bfloat16, precision="ieee", left=None, right=None, scale=0.125
     )
-    given = defaults | options
+    values = defaults | options
     with FakeTensorMode():
-        x = torch.empty(1, device=given.pop("device"))
+        x = torch.empty(1, device=values.pop("device"))
     names = ("dtype", "precision", "q_shape", "k_shape", "left", "right", "scale")
-    more = {name: given[name] for name in ("masks", "cu") if name in given}
-    place = [given[name] for name in names]
-    return attention_core.fused_core(given["backend"], x, *place, given.get("other"), **more)
+    more = {name: values[name] for name in ("masks", "cu") if name in values}
+    place = [values[name] for name in names]
+    return attention_core.fused_core(values["backend"], x, *place, values.get("other"), **more)
 
 
 @pytest.mark.parametrize("call", CHOICES)
 def test_whose_kernel_the_core_is(call, monkeypatch):
     options, wanted = CHOICES[call]
-    wanted = ["" if one == "-" else one for one in wanted.split(" ")]
-    found = [chosen(options, gpu, "", monkeypatch) for gpu in GPUS]
-    assert found == (wanted if len(wanted) > 1 else wanted * len(GPUS))
+    wanted = ["" if word == "-" else word for word in wanted.split(" ")]
+    actual = [chosen(options, gpu, "", monkeypatch) for gpu in GPUS]
+    assert actual == (wanted if len(wanted) > 1 else wanted * len(GPUS))
 
 
 @pytest.mark.parametrize("call", SECOND)
@@ -161,8 +161,8 @@ def test_a_compiled_graph_asks_with_numbers(right, monkeypatch):
     def chosen_of(q, k):
         Sq, Sk = q.shape[0], k.shape[0]
         shapes = (2, 4, Sq, 64), (2, 4, Sk, 64)
-        one = attention_core.fused_core("triton", ON_GPU, torch.bfloat16, "ieee", *shapes, None, right(Sq, Sk), 0.125)
-        return q + len(one)
+        core = attention_core.fused_core("triton", ON_GPU, torch.bfloat16, "ieee", *shapes, None, right(Sq, Sk), 0.125)
+        return q + len(core)
 
     torch._dynamo.reset()
     compiled = torch.compile(chosen_of, backend="eager", fullgraph=True, dynamic=True)
@@ -172,12 +172,12 @@ def test_a_compiled_graph_asks_with_numbers(right, monkeypatch):
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "attention_block"])
 def test_sinks_and_a_window_that_hides_nothing_are_no_reason_for_another_kernel(name, monkeypatch):
-    asked, given = [], catalog.OPS[name].inputs(catalog.Sizes())
+    asked, inputs = [], catalog.OPS[name].inputs(catalog.Sizes())
     for module in (sdpa, arguments):
         monkeypatch.setattr(module, "fused_core", lambda *args, **more: asked.append((args[2:], more)) or "")
     causal, sinks = {"is_causal": True}, {"sinks": torch.zeros(2)}
     for more in (causal, causal | sinks, {"window_size": (2, 0)}, {"window_size": (1, 0)}):
-        catalog.call(catalog.OPS[name], given, catalog.random_leaves(given), **more)
+        catalog.call(catalog.OPS[name], inputs, catalog.random_leaves(inputs), **more)
     assert asked[0] == asked[1] == asked[2] != asked[3]
 
 
@@ -203,10 +203,10 @@ KERNELS = {  # its op; that of its gradients adds a word
 each_kernel = pytest.mark.parametrize("fused", KERNELS)
 
 
-def gathered(x, *given, recompute: str = "full", **options):
+def gathered(x, *args, recompute: str = "full", **options):
     """The tensors and options of attention_block's arguments."""
     names = ("qkv_weight", "qkv_bias", "out_weight", "out_bias", "num_heads", "num_kv_heads")
-    arguments = ATTENTION_ARGUMENTS.checked("test", "the arguments", dict(zip(names, given, strict=True)) | options)
+    arguments = ATTENTION_ARGUMENTS.checked("test", "the arguments", dict(zip(names, args, strict=True)) | options)
     return gather("test", x, training=True, recompute=recompute, workspace=None, **arguments)
 
 
@@ -239,17 +239,17 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
             )
         o = o._replace(fused=fused)
         with Calls() as forward:
-            y, made = AttentionBlock.compute(x, t, o)
+            y, results = AttentionBlock.compute(x, t, o)
         _, promised = AttentionBlock.compute(x, t, o._replace(fused=""))  # as fakes do
-        saved = {name: made[name] for name in AttentionBlock.saves(o)}
+        saved = {name: results[name] for name in AttentionBlock.saves(o)}
         for name, tensor in saved.items():
-            kinds = [(one.shape, one.dtype, one.stride()) for one in (tensor, promised[name])]
+            kinds = [(value.shape, value.dtype, value.stride()) for value in (tensor, promised[name])]
             assert kinds[0] == kinds[1], name
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
             AttentionBlock.gradients(torch.empty_like(y), x, t, o, saved, needs)
-    assert [one.counts[KERNELS[fused]] for one in (forward, backward)] == [1, mode == "full"]
-    assert [one.counts[backward_of(fused)] for one in (forward, backward)] == [0, 1]
+    assert [counted.counts[KERNELS[fused]] for counted in (forward, backward)] == [1, mode == "full"]
+    assert [counted.counts[backward_of(fused)] for counted in (forward, backward)] == [0, 1]
     repeats = fused == "efficient" and kv_heads != H
     unwanted = {"_softmax"} | (set() if rotary or repeats else {"clone"}) | (set() if sinks else {"exp"})
     unwanted |= set() if repeats else {"repeat_interleave"}
@@ -265,7 +265,7 @@ def test_what_flash_attention_allocates_itself_is_counted(kv_heads, keys):
     weights = [x.new_empty(heads * 64, 256) for heads in (4, kv_heads, kv_heads)], None, x.new_empty(256, 256), None
     memory = x.new_empty(2, keys, 256)
     t, o = gathered(x, *weights, 4, kv_heads, key_value=memory, recompute="full")
-    flash, cudnn = (bytes_of_heads(128, t, o._replace(backend="triton", fused=one)) for one in ("flash", "cudnn"))
+    flash, cudnn = (bytes_of_heads(128, t, o._replace(backend="triton", fused=fused)) for fused in ("flash", "cudnn"))
     assert flash - cudnn == 4 * 256 * 128 + (2 * 2 * 256 * 2 * keys if kv_heads == 2 else 0)
 
 
@@ -274,8 +274,8 @@ def test_what_flash_attention_allocates_itself_is_counted_beside_latents():
     sizes = latent_sublayer.LatentSizes(H=4, nope=16, rope=8, v=16, q_rank=0, kv_rank=32)
     o = SimpleNamespace(dtype=torch.bfloat16, backend="triton", recompute="full", dropout_p=0.0, softcap=0.0)
     flash, cudnn = (
-        latent_sublayer.bytes_of_latent_heads(128, sizes, SimpleNamespace(**vars(o), fused=one))
-        for one in ("flash", "cudnn")
+        latent_sublayer.bytes_of_latent_heads(128, sizes, SimpleNamespace(**vars(o), fused=fused))
+        for fused in ("flash", "cudnn")
     )
     assert flash - cudnn == 128 * 4 * 24 * 4
 
@@ -301,7 +301,7 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
     """torch caches cuDNN's graphs by the layout of q, k and v alone, so do and o must always have one layout, and lse
     [B, H, S, 1]. The backend's own kernels are not called: here there are none."""
     B, H, S, D = shape = 2, 4, 48, 64
-    q, do = (laid_out(torch.empty(shape, device="meta", dtype=torch.bfloat16), one) for one in (layout, do_layout))
+    q, do = (laid_out(torch.empty(shape, device="meta", dtype=torch.bfloat16), order) for order in (layout, do_layout))
     with Calls() as calls, torch.no_grad():
         _, lse, *_ = core_run(None, eager.AttentionCore(0.125, "ieee", (None, 0), fused=fused), q, q, q, do)
     assert lse.shape == (B, H, S)
@@ -309,7 +309,7 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
     if fused == "cudnn":
         do, q, k, v, o, lse, *_ = args
         assert lse.shape == (B, H, S, 1)
-        assert {one.stride() for one in (do, o, q, k, v)} == {(S * H * D, D, H * D, 1)}
+        assert {head.stride() for head in (do, o, q, k, v)} == {(S * H * D, D, H * D, 1)}
     elif fused == "flash":
         do, q, k, v, o, lse, *_ = args
         assert lse.shape == (B, H, S)
@@ -319,7 +319,7 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
         do, q, k, v, bias, o, lse, *_ = args
         assert lse.shape == (B, H, 64)
         assert bias is None
-        assert {one.stride() for one in (do, o)} == {(S * H * D, D, H * D, 1)}
+        assert {head.stride() for head in (do, o)} == {(S * H * D, D, H * D, 1)}
 
 
 SLICES = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side
@@ -363,20 +363,20 @@ def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
     exact = core_run(eager, core, *(t.double() for t in (q, k, v, do)))
     own = core_run(primitives("triton"), core, q, k, v, do)
     case = attention_core.CoreCase(False, D, causal, False, False, False, kv_heads != 4)
-    names = [one for one in ("cudnn", "flash") if attention_core._accepts(one, 0, dtype, case)]
+    names = [fused for fused in ("cudnn", "flash") if attention_core._accepts(fused, 0, dtype, case)]
     assert names, "torch accepts none of its kernels here"
     for name, layout, do_layout in itertools.product(names, *2 * [("heads", "tokens", "packed")]):
         core, leaves = core._replace(fused=name), [laid_out(t, layout).requires_grad_() for t in (q, k, v)]
         o = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=kv_heads != 4)
         o.backward(torch.empty_like(o).copy_(do))  # with another layout torch's own has been wrong
-        given = [t.detach() for t in leaves]
-        got = core_run(eager, core, *given, laid_out(do, do_layout))
+        heads = [t.detach() for t in leaves]
+        got = core_run(eager, core, *heads, laid_out(do, do_layout))
         for reference, *both in zip(exact, got, own, strict=True):
             error, allowed = ((x.double() - reference).norm() / reference.norm() for x in both)
             assert error <= max(2 * allowed, 1e-5), (name, layout, do_layout)
             assert allowed < 0.02
         for _ in range(3):
-            assert all(map(torch.equal, attention_core.attend(eager, *given, core)[:2], got[:2])), name
+            assert all(map(torch.equal, attention_core.attend(eager, *heads, core)[:2], got[:2])), name
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def test_a_graph_has_the_bits(name):
     run, tensors = functools.partial(function, call), call.make()
     if "alone" in name:
         tensors = call.make(frozen=tensors.keys() - {name.split()[0]})
-    ours, theirs = (gradients(seeded(one), tensors) for one in (compiled(run), run))
+    ours, theirs = (gradients(seeded(function), tensors) for function in (compiled(run), run))
     assert_same(ours, theirs)
     assert "two" not in name or not torch.equal(*ours["y"])
 
@@ -124,7 +124,7 @@ def test_every_precision_of_a_graph_is_read(way, monkeypatch):
         return body(*arguments)
 
     monkeypatch.setattr(TransformerLayer, way, staticmethod(watching))
-    op(*(["auto" if one == "ieee" else one for one in arg] if isinstance(arg, list) else arg for arg in args))
+    op(*(["auto" if value == "ieee" else value for value in arg] if isinstance(arg, list) else arg for arg in args))
     assert seen == ["ieee", "ieee"]
 
 
@@ -162,7 +162,7 @@ def test_vmap_over_models(name, mode):
     """One op over stacked models, a batch dimension in the middle, and no gradient at all."""
     call = call_of(name, mode=mode)
     models = [call.make(seed=seed) for seed in range(3)]
-    stacked = {one: torch.stack([m[one].detach() for m in models], 1) for one in models[0]}
+    stacked = {key: torch.stack([m[key].detach() for m in models], 1) for key in models[0]}
     out = vmap(call.unseeded, in_dims=(dict.fromkeys(stacked, 1),))(stacked)
     expected = {i: call.unseeded(model).detach() for i, model in enumerate(models)}
     assert_same_within_rounding(dict(enumerate(out)), expected)
@@ -176,11 +176,11 @@ def test_masks_under_vmap(name):
 
     def outputs(randomness):
         x = tensors["x"].detach().expand(4, 8, 9).contiguous()
-        return vmap(lambda one: call.unseeded({**tensors, "x": one}), randomness=randomness)(x)
+        return vmap(lambda sample: call.unseeded({**tensors, "x": sample}), randomness=randomness)(x)
 
     for randomness in ("same", "different"):
-        for one, other in itertools.combinations(outputs(randomness), 2):
-            assert torch.equal(one, other) == (randomness == "same")
+        for first, other in itertools.combinations(outputs(randomness), 2):
+            assert torch.equal(first, other) == (randomness == "same")
     with pytest.raises(RuntimeError, match="randomness"):
         outputs("error")
 
@@ -214,5 +214,5 @@ def test_a_window_exports_for_any_length(window_size):
     with torch.no_grad():
         program = torch.export.export(Attends(), tuple(inputs(32)), dynamic_shapes=(length,) * 3).module()
         for rows in (8, 32, 100):
-            given = inputs(rows)
-            torch.testing.assert_close(program(*given), Attends()(*given))
+            args = inputs(rows)
+            torch.testing.assert_close(program(*args), Attends()(*args))

@@ -107,9 +107,9 @@ def test_an_ignored_tokens_input_does_not_matter(backend, mode, reduction):
         expected = gradients(run, tensors)
         with torch.no_grad():
             tensors["x"][target == IGNORED] = 1e38
-        found = gradients(run, tensors)
-    del expected["weight"], found["weight"]  # 0 times 1e38 is 0, too, but matmuls add in another order
-    assert_same(found, expected)
+        actual = gradients(run, tensors)
+    del expected["weight"], actual["weight"]  # 0 times 1e38 is 0, too, but matmuls add in another order
+    assert_same(actual, expected)
 
 
 def test_second_order_where_an_ignored_tokens_logits_overflow():
@@ -166,8 +166,8 @@ def test_tokens_that_are_nearly_certain(mode, backend):
         tensors["x"].copy_(12 * tensors["weight"][target] + 0.1 * tensors["x"])
     exact = exact_gradients(target, tensors, reduction="sum")["x"]
     with ckptkern.backend(backend):
-        found = gradients(ours(target, recompute=mode, reduction="sum"), tensors, torch.ones(()))
-    assert (found["x"].double() - exact).norm() < 0.01 * exact.norm()
+        actual = gradients(ours(target, recompute=mode, reduction="sum"), tensors, torch.ones(()))
+    assert (actual["x"].double() - exact).norm() < 0.01 * exact.norm()
 
 
 # -- on a GPU
@@ -184,7 +184,7 @@ def test_on_a_gpu(dtype, mode):
     target = target.cuda()
     options = dict(label_smoothing=0.1, softcap=20.0, z_loss=1e-3, recompute=mode, weight=class_weights(5000).cuda())
     for workspace in (None, 1):
-        both = (one(target, workspace=workspace, **options) for one in (ours, unfused))
+        both = (head(target, workspace=workspace, **options) for head in (ours, unfused))
         check_exactness(*both, tensors)
 
     def step():
@@ -230,5 +230,5 @@ def test_the_gradient_of_a_float32_bias_is_not_rounded_to_autocasts_dtype(dtype)
     x, w, b = torch.randn(40, 8), torch.randn(30, 8), torch.zeros(30, requires_grad=True)
     with torch.autocast("cpu", dtype=dtype):
         loss = ckptkern.linear_cross_entropy(x, w, torch.arange(40) % 30, linear_bias=b)
-    (found,) = torch.autograd.grad(loss, b)
-    assert not torch.equal(found, found.to(dtype).float())
+    (grad,) = torch.autograd.grad(loss, b)
+    assert not torch.equal(grad, grad.to(dtype).float())

@@ -44,7 +44,7 @@ def test_backend_is_given_back():
     assert choices._choice.backend == "auto"
 
 
-@pytest.mark.parametrize("name", [one for one in OF_OPS if OF_OPS[one].op.kernels])
+@pytest.mark.parametrize("name", [op for op in OF_OPS if OF_OPS[op].op.kernels])
 def test_what_the_kernels_do_not_cover(name):
     """backend("triton") raises; under "auto" the eager backend runs."""
     call = dropping(name)
@@ -136,10 +136,10 @@ NO_SIZES = -1, "", "MiB", "-5MiB", "0MiB", "5 PB", "inf", "nan"
 
 
 def test_units():
-    assert {given: choices.parse_bytes("mlp", given) for given in SIZES} == SIZES
-    for given in NO_SIZES:
-        with pytest.raises(ValueError, match=f"^mlp: workspace must be .* like '64MiB', not {re.escape(repr(given))}$"):
-            choices.parse_bytes("mlp", given)
+    assert {size: choices.parse_bytes("mlp", size) for size in SIZES} == SIZES
+    for size in NO_SIZES:
+        with pytest.raises(ValueError, match=f"^mlp: workspace must be .* like '64MiB', not {re.escape(repr(size))}$"):
+            choices.parse_bytes("mlp", size)
 
 
 @pytest.mark.parametrize(("memory", "workspace"), [(4 * 2**30, 2**28), (80 * 2**30, 2.5 * 2**30)])
@@ -197,9 +197,9 @@ def test_the_peak_of_a_step_is_not_above_eager_pytorchs(rows, dtype, monkeypatch
     tensors = call.make(dtype)
 
     def peak(function):
-        with peak_memory("cpu") as found:
+        with peak_memory("cpu") as peaks:
             gradients(function, tensors)
-        return found.bytes
+        return peaks.bytes
 
     small = 2**16  # float32 sums of biases, and the rows that a column's sum copies
     assert peak(call) <= peak(lambda t: call.oracle(t)[0]) + small

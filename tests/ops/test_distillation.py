@@ -26,7 +26,7 @@ each_beta = pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def make(dtype=torch.float32, features=33):
     """(the student's tensors, the teacher's)"""
     arguments = catalog.OPS["linear_distillation"].inputs(catalog.Sizes(LEAD, features, 32, CLASSES))
-    teacher = {name: one.to(dtype) for name, one in arguments.items() if name.startswith("teacher")}
+    teacher = {name: tensor.to(dtype) for name, tensor in arguments.items() if name.startswith("teacher")}
     return catalog.random_leaves(arguments, dtype), teacher
 
 
@@ -43,10 +43,10 @@ def test_classes_that_a_bias_rules_out(beta):
         teacher["teacher_bias"][90 if beta < 1 else 110 :] = -torch.inf
         if 0 < beta < 1:
             student["student_bias"][:50] = -torch.inf
-    found = gradients(fused(teacher, beta=beta, reduction="none"), student)
-    assert all(one.isfinite().all() for one in found.values())
-    assert (found["student_weight"][110:] == 0).all()
-    assert found["y"].min() > 0
+    actual = gradients(fused(teacher, beta=beta, reduction="none"), student)
+    assert all(tensor.isfinite().all() for tensor in actual.values())
+    assert (actual["student_weight"][110:] == 0).all()
+    assert actual["y"].min() > 0
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.1, 1e-30])
@@ -62,22 +62,22 @@ def test_models_that_agree_on_nothing(beta):
 @each_beta
 def test_a_student_equal_to_its_teacher(beta):
     """No loss and no gradient, also of a head that both share, which is trained as the student's alone."""
-    model = [one for name, one in make()[0].items() if "bias" not in name]
+    model = [tensor for name, tensor in make()[0].items() if "bias" not in name]
     loss = ckptkern.linear_distillation(*model, *model, beta=beta)
     assert abs(loss.item()) < 1e-6
-    assert all(one.abs().max() < 1e-6 for one in torch.autograd.grad(loss, model))
+    assert all(grad.abs().max() < 1e-6 for grad in torch.autograd.grad(loss, model))
 
 
 def test_a_teacher_of_another_dtype_and_autocast():
     student, teacher = make()
-    half = {name: one.bfloat16().requires_grad_() for name, one in teacher.items()}
-    exact = {name: one.detach().float() for name, one in half.items()}
+    half = {name: tensor.bfloat16().requires_grad_() for name, tensor in teacher.items()}
+    exact = {name: tensor.detach().float() for name, tensor in half.items()}
     assert_same_within_rounding(gradients(fused(half), student), gradients(fused(exact), student))
-    assert all(one.grad is None for one in half.values())
+    assert all(tensor.grad is None for tensor in half.values())
     with torch.autocast("cpu", torch.bfloat16):
         loss = fused(teacher)(student)
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, fused(half)({name: one.bfloat16() for name, one in student.items()}))
+    assert torch.equal(loss, fused(half)({name: tensor.bfloat16() for name, tensor in student.items()}))
 
 
 def test_a_teachers_frozen_quantised_head():
@@ -85,7 +85,7 @@ def test_a_teachers_frozen_quantised_head():
     raw = torch.randint(0, 256, (CLASSES, 1, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     head = ckptkern.Frozen(raw, torch.full((CLASSES, 1), 124, dtype=torch.uint8), kind="mxfp4", dtype=torch.float32)
     heads = (teacher | {"teacher_weight": weight} for weight in (head, head.dequantize()))
-    assert_same_within_rounding(*(gradients(fused(one, beta=0.3), student) for one in heads))
+    assert_same_within_rounding(*(gradients(fused(head, beta=0.3), student) for head in heads))
 
 
 def test_there_is_no_kernel():
@@ -124,18 +124,18 @@ def pair_of(kind, std, seed, tokens=16, features=32):
     return dict(zip(("student_input", "student_weight"), student, strict=True)), teacher
 
 
-def check_beside_pytorch(ours, unfused, kind, std, given, dtype=torch.float32, **options):
+def check_beside_pytorch(ours, unfused, kind, std, targets_of, dtype=torch.float32, **options):
     """Asserts that over twelve samples errors of losses and gradients are at most twice that of the formula in PyTorch; the
     exact results are those in float64. given: keyword arguments of the teacher's tensors."""
 
     def stacked(function, wide):
-        found = []
+        rows = []
         for seed in range(SAMPLES):
             student, teacher = pair_of(kind, std, seed)
             student = {name: t.to(dtype).to(wide).requires_grad_() for name, t in student.items()}
-            arguments = given(*(t.to(dtype).to(wide) for t in teacher)) | options
-            found.append(gradients(lambda s, more=arguments: function(**s, **more, reduction="none"), student))
-        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+            arguments = targets_of(*(t.to(dtype).to(wide) for t in teacher)) | options
+            rows.append(gradients(lambda s, more=arguments: function(**s, **more, reduction="none"), student))
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     assert_as_exact(stacked(ours, dtype), stacked(unfused, dtype), stacked(unfused, torch.float64))
 
@@ -193,8 +193,8 @@ def top_k(teacher, k=K):
     return dict(zip(("teacher_log_probs", "teacher_tokens"), z.log_softmax(-1).topk(k), strict=True))
 
 
-def of_k(given, **options):
-    return lambda student: ckptkern.linear_topk_distillation(**student, **given, **options)
+def of_k(targets, **options):
+    return lambda student: ckptkern.linear_topk_distillation(**student, **targets, **options)
 
 
 each_tail = pytest.mark.parametrize("tail", [True, False])
@@ -214,8 +214,8 @@ def test_all_classes_are_the_whole_divergence_and_a_tail_bucket_is_at_most_it(ta
 @each_backend
 def test_k_log_probabilities_are_as_exact_as_pytorchs(backend, beta):
     def k_of(x, weight):
-        given = (x.double() @ weight.double().T).log_softmax(-1).topk(K)
-        return dict(teacher_log_probs=given.values.to(x.dtype), teacher_tokens=given.indices)
+        top_k = (x.double() @ weight.double().T).log_softmax(-1).topk(K)
+        return dict(teacher_log_probs=top_k.values.to(x.dtype), teacher_tokens=top_k.indices)
 
     both = ckptkern.linear_topk_distillation, oracles.linear_topk_distillation
     with ckptkern.backend(backend):
@@ -237,12 +237,12 @@ def test_padding_is_no_candidate(backend, beta, tail):
     labels["teacher_tokens"][::2, :, -2:] = labels["teacher_tokens"][2] = -100
     options = dict(beta=beta, add_tail_bucket=tail, reduction="none")
     with ckptkern.backend(backend):
-        found, same, unpadded, short = (
-            gradients(of_k(given, **options), student, torch.ones(LEAD)) for given in (padded, labels, all_, fewer)
+        actual, same, unpadded, short = (
+            gradients(of_k(targets, **options), student, torch.ones(LEAD)) for targets in (padded, labels, all_, fewer)
         )
-    assert_same(same, found)
+    assert_same(same, actual)
     for name in ("y", "student_input"):
-        assert (found[name][2] == 0).all(), name
-        torch.testing.assert_close(found[name][1::2], unpadded[name][1::2])
-        torch.testing.assert_close(found[name][::4], short[name][::4])
-    assert (found["y"][[0, 1, 3, 4]] > 0).all()
+        assert (actual[name][2] == 0).all(), name
+        torch.testing.assert_close(actual[name][1::2], unpadded[name][1::2])
+        torch.testing.assert_close(actual[name][::4], short[name][::4])
+    assert (actual["y"][[0, 1, 3, 4]] > 0).all()

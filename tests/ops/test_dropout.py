@@ -41,10 +41,10 @@ def test_draws(call):
     torch.manual_seed(SEED)
     torch.randint(-(2**63), 2**63 - 1, (2,))
     expected = torch.get_rng_state()
-    found, drawn = step(SEED, SEED)
+    results, drawn = step(SEED, SEED)
     assert torch.equal(drawn, expected), "forward draws something else than 16 bytes"
     for other in (SEED, SEED + 1, SEED + 2**16):  # the last one would be the first if a seed were cut to 16 bits
-        same = all(map(torch.equal, found, step(other, 99)[0]))
+        same = all(map(torch.equal, results, step(other, 99)[0]))
         assert same == (other == SEED), f"seeds {SEED} and {other} give {'one mask' if same else 'two masks'}"
 
 

@@ -53,10 +53,10 @@ def arguments_with(entry) -> dict[str, tuple[dict, bool]]:
     """For each tensor, by name, arguments that have it, and whether it is trained."""
     trained, others = {}, {}
     for chosen in ({}, *entry.every_option().values()):
-        given = entry.inputs(catalog.Sizes()) | chosen
-        if catalog.ACROSS_RANKS not in given.values():
-            trained = dict.fromkeys(catalog.input_shapes(given), (given, True)) | trained
-            others |= {name: (given, False) for name, one in given.items() if isinstance(one, torch.Tensor)}
+        inputs = entry.inputs(catalog.Sizes()) | chosen
+        if catalog.ACROSS_RANKS not in inputs.values():
+            trained = dict.fromkeys(catalog.input_shapes(inputs), (inputs, True)) | trained
+            others |= {name: (inputs, False) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     return others | trained
 
 
@@ -74,17 +74,17 @@ def label_of(place: str) -> str:
 @pytest.mark.parametrize("name", catalog.OPS)
 def test_a_wrong_tensor(name):
     entry = OPS[name]
-    for place, (given, is_trained) in arguments_with(entry).items():
-        leaves = catalog.random_leaves(given)
+    for place, (inputs, is_trained) in arguments_with(entry).items():
+        leaves = catalog.random_leaves(inputs)
         for kind, (replaced, error, message) in WRONG.items():
             if not is_trained and kind in ("sparse", "of another dtype"):
                 continue
             taken = TAKEN.match(f"{name} {place} {kind}")
             message = (message if is_trained else message or "{label}").format(label=label_of(place))
-            wrong = {place: replaced(leaves[place] if is_trained else given[place])}
-            others = {one: t for one, t in leaves.items() if one != place}
+            wrong = {place: replaced(leaves[place] if is_trained else inputs[place])}
+            others = {path: t for path, t in leaves.items() if path != place}
             with contextlib.nullcontext() if taken else refused(name, error, message):
-                catalog.call(entry, given, others | wrong, **({} if is_trained else wrong))
+                catalog.call(entry, inputs, others | wrong, **({} if is_trained else wrong))
 
 
 # -- options of every op -----------------------------------------------------------------------------------------------
@@ -122,14 +122,14 @@ def wrong_values(option: str, value: object) -> tuple[type | tuple[type, ...], s
 def test_a_wrong_option(name):
     entry, chosen = OPS[name], OPS[name].every_option()
     for option in entry.parameters.keys() - {*UNCHECKED}:
-        given = entry.inputs(catalog.Sizes()) | chosen.get(option, {})
-        value = given.get(option, entry.parameters[option].default)
+        inputs = entry.inputs(catalog.Sizes()) | chosen.get(option, {})
+        value = inputs.get(option, entry.parameters[option].default)
         if not isinstance(value, str | int | float) or name in AS_TORCH.get(option, ()):
             continue
         error, message, wrong = wrong_values(option, value)
-        for one in wrong:
-            with refused(name, error, message.replace("{!r}", re.escape(repr(one)))):
-                catalog.call(entry, given, catalog.random_leaves(given), **{option: one})
+        for bad in wrong:
+            with refused(name, error, message.replace("{!r}", re.escape(repr(bad)))):
+                catalog.call(entry, inputs, catalog.random_leaves(inputs), **{option: bad})
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ A, B = zeros(2, 6), zeros(5, 2)
 SEQUENCES = "packed sequences must begin in order and within 0..6, but cu_seqlens is"
 
 
-def update(*given, layer: str = "up") -> dict:
-    return dict(lora={layer: LoRA(*given)})
+def update(*args, layer: str = "up") -> dict:
+    return dict(lora={layer: LoRA(*args)})
 
 
 def attention(**changes) -> dict:
@@ -311,7 +311,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "message"), [(name, one) for name, rows in REFUSED.items() for one in rows])
+@pytest.mark.parametrize(("name", "message"), [(name, row) for name, rows in REFUSED.items() for row in rows])
 def test_one_by_one(name, message):
     entry, arguments = OPS[name], OPS[name].inputs(catalog.Sizes())
     arguments |= {"dropout_p": 0.5} if "dropout_p" in entry.parameters else {}

@@ -50,7 +50,7 @@ def test_a_subclass_with_operations_of_its_own_is_composed(name):
     """In PyTorch ops, every expert on every token: dropped, duplicate and empty ones count as they do in the op."""
     t = ROUTINGS[name].make()
     logged = gradients(ROUTINGS[name], t | {"x": torch.Tensor._make_subclass(Logged, t["x"].detach(), True)})
-    logged = {name: one.as_subclass(torch.Tensor) for name, one in logged.items()}
+    logged = {name: tensor.as_subclass(torch.Tensor) for name, tensor in logged.items()}
     assert_same_within_rounding(logged, gradients(ROUTINGS[name], t))
 
 
@@ -81,20 +81,20 @@ def test_rows_beyond_the_last_offset(backend, mode):
     with torch.no_grad():
         t["x"][20:] = dy[20:] = float("nan")
     with ckptkern.backend(backend):
-        found = gradients(call, t, dy)
-    of_rows = (found[name][20:] for name in ("y", "x", "row_weights"))
-    assert not any(rows.any() for rows in (*of_rows, found["gate_up_weight"][1], found["down_weight"][1]))
-    assert_same_within_rounding(found, expected)
+        actual = gradients(call, t, dy)
+    of_rows = (actual[name][20:] for name in ("y", "x", "row_weights"))
+    assert not any(rows.any() for rows in (*of_rows, actual["gate_up_weight"][1], actual["down_weight"][1]))
+    assert_same_within_rounding(actual, expected)
 
 
 def test_autocast_does_not_round_the_routing_weights():
     t = EVEN.make()
-    narrow = {name: one.detach().bfloat16() for name, one in t.items()}
+    narrow = {name: tensor.detach().bfloat16() for name, tensor in t.items()}
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(EVEN, t)
-    assert torch.equal(EVEN(narrow | {"top_k_weights": t["top_k_weights"]}), found["y"])
-    assert found["top_k_weights"].dtype == torch.float32
-    assert not torch.equal(EVEN(narrow), found["y"])
+        actual = gradients(EVEN, t)
+    assert torch.equal(EVEN(narrow | {"top_k_weights": t["top_k_weights"]}), actual["y"])
+    assert actual["top_k_weights"].dtype == torch.float32
+    assert not torch.equal(EVEN(narrow), actual["y"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])

@@ -31,7 +31,7 @@ def is_matmul_weight(path, shape) -> bool:
 WITH_WEIGHTS = [
     name
     for name, entry in OF_OPS.items()
-    if any(is_matmul_weight(*one) for one in catalog.input_shapes(entry.inputs(Sizes())).items())
+    if any(is_matmul_weight(*item) for item in catalog.input_shapes(entry.inputs(Sizes())).items())
 ]
 
 
@@ -47,7 +47,7 @@ def frozen_and_dense(call: Case, dtype=torch.float32) -> tuple[dict, dict]:
     leaves = call.make(dtype)
     frozen = {name: block_fp8(t.shape, dtype) for name, t in leaves.items() if is_matmul_weight(name, t.shape)}
     assert frozen
-    return leaves | frozen, leaves | {name: one.dequantize() for name, one in frozen.items()}
+    return leaves | frozen, leaves | {name: tensor.dequantize() for name, tensor in frozen.items()}
 
 
 def step(call: Case, tensors: dict) -> tuple[dict, int]:
@@ -97,8 +97,8 @@ def test_dequantised_weights_count_against_the_workspace(name, monkeypatch):
     least, whole = (max(passes(call, tensors, workspace)) for workspace in (1, 2**40))
     assert least < 0.75 * whole
     for times in (1.2, 2.5, 5):
-        found = passes(call, tensors, int(times * least))
-        assert max(found) <= times * least, f"forward and backward hold {found} bytes in {times} times {least}"
+        held = passes(call, tensors, int(times * least))
+        assert max(held) <= times * least, f"forward and backward hold {held} bytes in {times} times {least}"
 
 
 @pytest.mark.parametrize(("workspace", "holds"), [("1GiB", True), (1, False)])
@@ -111,14 +111,14 @@ def test_a_weight_is_dequantised_once_in_each_pass_if_it_is_held(name, weights, 
     call = call_of(name, *BOUNDED[name], recompute="full", sizes=LARGE, workspace=workspace)
     before, count = kinds.KINDS["block_fp8"], []
     tensors, _ = frozen_and_dense(call, torch.bfloat16)
-    counted = before._replace(dequantized=lambda *given: count.append(1) or before.dequantized(*given))
+    counted = before._replace(dequantized=lambda *args: count.append(1) or before.dequantized(*args))
     monkeypatch.setitem(kinds.KINDS, "block_fp8", counted)
     y = call(tensors)
     forward = len(count)
     y.sum().backward()
-    found = forward, len(count) - forward
-    assert (found == (weights, again)) == holds, f"forward and backward dequantise {found} weights"
-    assert found >= (weights, again)
+    counts = forward, len(count) - forward
+    assert (counts == (weights, again)) == holds, f"forward and backward dequantise {counts} weights"
+    assert counts >= (weights, again)
 
 
 # -- how ops are called ------------------------------------------------------------------------------------------------

@@ -91,9 +91,9 @@ def run(core: eager.AttentionCore, q, k, v, do) -> tuple:
 
 @pytest.fixture
 def aten(monkeypatch) -> Aten:
-    made = Aten()
-    monkeypatch.setattr(fused_attention, "_aten", made)
-    return made
+    aten = Aten()
+    monkeypatch.setattr(fused_attention, "_aten", aten)
+    return aten
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -145,7 +145,7 @@ def test_what_a_mask_adds(dtype, lowest):
 def test_boundaries_are_formed_without_reading_the_device(options):
     """A meta tensor has no values that the host could read."""
     on_meta = {id(cu): cu.to("meta") for cu in (options["cu_q"], options["cu_k"])}
-    core = eager.AttentionCore(0.3, "ieee", **{name: on_meta.get(id(one), one) for name, one in options.items()})
+    core = eager.AttentionCore(0.3, "ieee", **{name: on_meta.get(id(value), value) for name, value in options.items()})
     q, k, *_ = (x.to("meta") for x in tensors(core, 4))
     packing = fused_attention._packing(q, k, core)
     assert packing.outside_q.shape == packing.outside_k.shape == (20,)
@@ -178,10 +178,10 @@ def test_torchs_kernels_on_a_gpu(name, case, kv_heads):
     )
     p = primitives("triton")
     results = []
-    for backend, one, of in ((eager, core, FLOAT), (p, core, dtype), (p, core._replace(fused=name), dtype)):
+    for backend, attended, of in ((eager, core, FLOAT), (p, core, dtype), (p, core._replace(fused=name), dtype)):
         heads = [x.to(of) for x in (q, k, v, do)]
-        o, lse, _ = attention_core.attend(backend, *heads[:3], one)
-        results.append((o, *attention_core.attention_grads(backend, *heads, o, lse, one)[:3]))
+        o, lse, _ = attention_core.attend(backend, *heads[:3], attended)
+        results.append((o, *attention_core.attention_grads(backend, *heads, o, lse, attended)[:3]))
     for exact, own, got in zip(*results, strict=True):
         error, allowed = ((x.double() - exact).norm() / exact.norm().clamp(min=1e-30) for x in (got, own))
         assert error <= max(2 * allowed, 1e-5), (error, allowed)

@@ -54,23 +54,23 @@ class Grouped:
 @pytest.fixture
 def mm(monkeypatch):
     """Every op of experts takes it where its operands allow; what is between the matmuls is PyTorch's."""
-    found = Grouped()
-    monkeypatch.setattr(implementations, "capability_of", lambda x: found.capability)
-    monkeypatch.setattr(F, "grouped_mm", found)
+    fake = Grouped()
+    monkeypatch.setattr(implementations, "capability_of", lambda x: fake.capability)
+    monkeypatch.setattr(F, "grouped_mm", fake)
     _choices.primitives.cache_clear()
     with (
         ckptkern.backend("triton"),
         _choices.forced_impl("library"),
         mock.patch.object(_choices.primitives("library"), "kernels", launchers),
     ):
-        yield found
+        yield fake
     _choices.primitives.cache_clear()
 
 
 def updates(sizes: Sizes, rank: int = 8) -> dict[str, LoRA]:
     E, d, N = sizes.experts, sizes.features, sizes.hidden
     shapes = {"gate_up": (2 * N, d), "down": (d, N)}
-    return {one: LoRA(normal(E, rank, k), normal(E, n, rank), 0.5) for one, (n, k) in shapes.items()}
+    return {name: LoRA(normal(E, rank, k), normal(E, n, rank), 0.5) for name, (n, k) in shapes.items()}
 
 
 def experts(sizes: Sizes = Sizes((40,), 16, 24, experts=5), bias: bool = False, **more) -> Case:  # noqa: B008
@@ -118,11 +118,11 @@ def test_rows_beyond_the_last_offset(mode, mm):
         expected = gradients(call, t, dy)
     with torch.no_grad():
         t["x"][20:] = dy[20:] = float("nan")
-    found = gradients(call, t, dy)
+    actual = gradients(call, t, dy)
     assert sum(mm.count()) == (7 if mode == "full" else 6)
-    of_nobody = (found[name][20:] for name in ("y", "x", "row_weights"))
-    assert not any(rows.any() for rows in (*of_nobody, found["gate_up_weight"][1], found["down_weight"][1]))
-    assert_same_within_rounding(found, expected)
+    of_nobody = (actual[name][20:] for name in ("y", "x", "row_weights"))
+    assert not any(rows.any() for rows in (*of_nobody, actual["gate_up_weight"][1], actual["down_weight"][1]))
+    assert_same_within_rounding(actual, expected)
 
 
 NAMES = [name for name in EVEN.make() if name != "top_k_index"]
@@ -138,16 +138,16 @@ def test_every_set_of_gradients(lora, mm):
     whole = dict(zip(t, torch.autograd.grad(y, t.values(), dy, retain_graph=True), strict=True))
     for count in (1, 2):
         for some in itertools.combinations(names, count):
-            found = torch.autograd.grad(y, [t[name] for name in some], dy, retain_graph=True)
-            assert_same(dict(zip(some, found, strict=True)), {name: whole[name] for name in some}, some)
+            grads = torch.autograd.grad(y, [t[name] for name in some], dy, retain_graph=True)
+            assert_same(dict(zip(some, grads, strict=True)), {name: whole[name] for name in some}, some)
 
 
 def test_weights_gradients_are_grouped_mms_own(mm):
     """No second tensor of all experts beside it."""
     for mm.capability in implementations.CAPABILITIES:
         t = EVEN.make(BF16)
-        found = torch.autograd.grad(EVEN(t).sum(), (t["gate_up_weight"], t["down_weight"]))
-        assert {grad.data_ptr() for grad in found} <= {out.data_ptr() for out in mm.made}
+        grads = torch.autograd.grad(EVEN(t).sum(), (t["gate_up_weight"], t["down_weight"]))
+        assert {grad.data_ptr() for grad in grads} <= {out.data_ptr() for out in mm.made}
 
 
 def test_sums_are_float32(mm):
@@ -157,13 +157,13 @@ def test_sums_are_float32(mm):
     weights = t["gate_up_weight"], t["down_weight"]
     for weight in weights:
         weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
-    found = gradients(EVEN, t)
+    actual = gradients(EVEN, t)
     assert mm.count() == (5, 0)
     for name, weight in zip(("gate_up_weight", "down_weight"), weights, strict=True):
         sums = weight.main_grad - 1
         assert_same_within_rounding({name: sums.to(BF16)}, {name: expected[name]})
         assert (sums == sums.to(BF16))[sums != 0].float().mean() < 0.2, f"{name} was rounded before it was added"
-        assert not found[name].any()
+        assert not actual[name].any()
 
 
 def test_a_block_with_a_shared_expert(mm):
@@ -171,10 +171,10 @@ def test_a_block_with_a_shared_expert(mm):
     call = call_of("moe_block", *names, sizes=Sizes((40,), 16, 24, experts=5))
     call = call._replace(fixed={k: v for k, v in call.arguments.items() if "bias" not in k})
     t = call.make(BF16)
-    found = gradients(call, t)
+    actual = gradients(call, t)
     assert mm.count() == (5, 2)
     with ckptkern.backend("eager"):
-        assert_same_within_rounding(found, gradients(call, t))
+        assert_same_within_rounding(actual, gradients(call, t))
 
 
 def test_nothing_waits_for_the_host(mm, monkeypatch):
@@ -185,9 +185,9 @@ def test_nothing_waits_for_the_host(mm, monkeypatch):
         expected = gradients(call, call.make(BF16))
     monkeypatch.setattr(Tensor, "tolist", None, raising=False)
     with NoSync():
-        found = gradients(call, call.make(BF16))
+        actual = gradients(call, call.make(BF16))
     assert mm.count() == (5, 2)
-    assert_same_within_rounding(found, expected)
+    assert_same_within_rounding(actual, expected)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["", "updates"])

@@ -20,14 +20,14 @@ formed, recomputed = (functools.partial(ours, recompute=mode) for mode in ("none
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
     """How often it ran."""
-    found, original = [], losses.loss_and_gradients
+    calls, original = [], losses.loss_and_gradients
 
     def counted(*args):
-        found.append(args)
+        calls.append(args)
         return original(*args)
 
     monkeypatch.setattr(losses, "loss_and_gradients", counted)
-    return found
+    return calls
 
 
 OPTIONS = {
@@ -124,8 +124,8 @@ def test_float16_keeps_small_probabilities(runs):
     (formed(target)(tensors) * 65536.0).backward()
     assert runs
     rare = torch.ones(200_000, dtype=torch.bool).index_fill(0, target, False)  # rows without a target
-    found, want = tensors["weight"].grad[rare].float() / 65536, exact[rare]
-    assert ((found - want).norm(dim=1) / want.norm(dim=1)).mean() < 6e-4
+    actual, want = tensors["weight"].grad[rare].float() / 65536, exact[rare]
+    assert ((actual - want).norm(dim=1) / want.norm(dim=1)).mean() < 6e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -19,12 +19,12 @@ def test_the_first_of_equal_logits_is_the_arg_max(backend):
     t["bias"][[40, 45, 250]] = 2.0
     target = torch.tensor([40, 45, IGNORED])
     with ckptkern.backend(backend):
-        found, mean = (ours(target, return_accuracy=True, reduction=one)(t) for one in ("none", "mean"))
+        outputs, mean = (ours(target, return_accuracy=True, reduction=reduction)(t) for reduction in ("none", "mean"))
         t["bias"][:290] = -torch.inf
         t["bias"][295] = 1.0
         last = ours(target.clamp_min(295), return_accuracy=True)(t)
-    assert found.arg_max.tolist() == [40, 40, 0]
-    assert found.accuracy.tolist() == [1, 0, 0]
+    assert outputs.arg_max.tolist() == [40, 40, 0]
+    assert outputs.accuracy.tolist() == [1, 0, 0]
     assert mean.accuracy == 0.5  # of the two that count
     assert last.arg_max.tolist() == [295] * 3
     assert last.accuracy == 1
@@ -41,12 +41,12 @@ def test_entropy_of_certain_even_and_masked_tokens(mode, backend):
     V, d = 300, 4
     t = {"x": torch.zeros(3, d), "weight": torch.zeros(V, d), "bias": torch.full((V,), 1000.0)}
     t["x"][1, 0], t["weight"][7, 0], t["bias"][100:] = 200.0, 1.0, -torch.inf
-    t = {name: one.requires_grad_() for name, one in t.items()}
+    t = {name: tensor.requires_grad_() for name, tensor in t.items()}
     tokens = torch.tensor([5, 7, IGNORED])
     with ckptkern.backend(backend):
-        found = gradients(lambda t: selected(tokens, return_entropy=True, recompute=mode)(t).entropy, t, torch.ones(3))
-    torch.testing.assert_close(found.pop("y"), torch.tensor([math.log(100), 0.0, 0.0]), rtol=1e-4, atol=1e-30)
-    assert all(grad.abs().max() < 1e-4 for grad in found.values())
+        grads = gradients(lambda t: selected(tokens, return_entropy=True, recompute=mode)(t).entropy, t, torch.ones(3))
+    torch.testing.assert_close(grads.pop("y"), torch.tensor([math.log(100), 0.0, 0.0]), rtol=1e-4, atol=1e-30)
+    assert all(grad.abs().max() < 1e-4 for grad in grads.values())
 
 
 @each_backend
@@ -56,7 +56,7 @@ def test_the_gradient_of_a_certain_candidate(dtype, mode, updated, backend):
     """p - 1 is rounded once: with p of 0.998 it is lost where p is rounded before."""
     x = torch.eye(8, 16).to(dtype) * 4
     t = {"x": x, "weight": F.pad(x * 0.75, (0, 0, 0, 292)), "bias": torch.zeros(300, dtype=dtype)}
-    t = {name: one.requires_grad_() for name, one in t.items()}
+    t = {name: tensor.requires_grad_() for name, tensor in t.items()}
     lora = ckptkern.LoRA(x.new_zeros(4, 16), x.new_zeros(300, 4)) if updated else None
 
     def total(**options):
@@ -64,6 +64,6 @@ def test_the_gradient_of_a_certain_candidate(dtype, mode, updated, backend):
 
     exact = gradients(total(function=oracles.selected_log_probs), clone(t, torch.float64))
     with ckptkern.backend(backend):
-        found = gradients(total(recompute=mode, workspace=1, lora=lora), t)
+        actual = gradients(total(recompute=mode, workspace=1, lora=lora), t)
     for name in t:
-        assert (found[name].double() - exact[name]).norm() < 0.01 * exact[name].norm(), name
+        assert (actual[name].double() - exact[name]).norm() < 0.01 * exact[name].norm(), name

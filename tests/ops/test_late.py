@@ -27,8 +27,8 @@ def test_a_library_recomputes_before_it_waits(monkeypatch):
     late = Late(dy.shape, dy.dtype, dy.device, lambda: calls.append("arrival") or dy)
     o = MLP.Options(False, "gelu", 0.0, "full", "library", "ieee", 2**20, 0)
     tensors = x, None, None, w1, None, w2, None, None
-    found = MLP.backward(late, tensors, {}, o, 0b101001)
+    grads = MLP.backward(late, tensors, {}, o, 0b101001)
     assert calls == ["recompute", "arrival"]
     exact = MLP.backward(dy, tensors, {}, o._replace(backend="eager"), 0b101001)
-    for got, wanted in zip(found, exact, strict=True):
+    for got, wanted in zip(grads, exact, strict=True):
         assert (got is wanted is None) or torch.allclose(got, wanted, atol=1e-5)

@@ -19,8 +19,8 @@ def test_at_zero_and_nan(activation, mode):
     x = torch.tensor([[-1.0], [-0.0], [0.0], [2.0], [float("nan")], [float("inf")]], requires_grad=True)
     call = call_of("linear_act", mode=mode, activation=activation, bias=None, sizes=Sizes((6,), 1, out=1))
     tensors = {"x": x, "weight": torch.ones(1, 1)}
-    found, expected = (gradients(of, tensors) for of in (call, lambda t: call.oracle(t)[0]))
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    actual, expected = (gradients(of, tensors) for of in (call, lambda t: call.oracle(t)[0]))
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("features", [1, 7, 8, 9, 64, 65])
@@ -36,14 +36,14 @@ def test_every_bit_of_relus_mask(features):
 
 def test_a_chain_saves_each_hidden_layer_once():
     """relu at "none" saves y, which the next layer saves anyway: no more than nn.Linear and ReLU save."""
-    weights, found = [torch.randn(16, 16, requires_grad=True) for _ in range(3)], []
+    weights, saved_bytes = [torch.randn(16, 16, requires_grad=True) for _ in range(3)], []
     for layer in (lambda h, w: ckptkern.linear_act(h, w, None, recompute="none"), lambda h, w: F.linear(h, w).relu()):
         with saved_tensors(exclude=weights) as saved:
             h = torch.randn(8, 16, requires_grad=True)
             for weight in weights:
                 h = layer(h, weight)
-        found.append(saved.bytes)
-    assert found[0] == found[1]
+        saved_bytes.append(saved.bytes)
+    assert saved_bytes[0] == saved_bytes[1]
 
 
 def test_containers():
@@ -55,5 +55,5 @@ def test_containers():
     for kind in (tuple, iter, torch.nn.ParameterList):
         assert torch.equal(ckptkern.linear_stack(x, kind(weights), kind(biases)), expected)
     assert torch.equal(ckptkern.linear_stack(x, weights, [None] * len(weights)), ckptkern.linear_stack(x, weights))
-    one = weights[0], biases[0]
-    assert torch.equal(ckptkern.linear_stack(x, *([t] for t in one)), ckptkern.linear_act(x, *one))
+    layer = weights[0], biases[0]
+    assert torch.equal(ckptkern.linear_stack(x, *([t] for t in layer)), ckptkern.linear_act(x, *layer))

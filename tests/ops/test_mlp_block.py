@@ -15,12 +15,12 @@ from ckptkern import LoRA
 def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
     """torch's own second derivative of it is None, which would silently leave the bias without a gradient."""
     call = call_of("mlp_block", norm="layer", norm_weight=None, norm_bias=Normal((6,)), norm_first=norm_first)
-    t, found = call.make(torch.float64, frozen=() if needs_x else ("x",)), []
+    t, grads = call.make(torch.float64, frozen=() if needs_x else ("x",)), []
     for gain in (None, torch.ones(6, dtype=torch.float64)):
         y = call.with_(norm_weight=gain)(t)
         (first,) = torch.autograd.grad(y.pow(3).sum(), t["norm_bias"], create_graph=True)
-        found += torch.autograd.grad(first.pow(2).sum(), t["norm_bias"])
-    torch.testing.assert_close(*found)
+        grads += torch.autograd.grad(first.pow(2).sum(), t["norm_bias"])
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
@@ -28,9 +28,9 @@ def test_whole_samples_are_dropped(lead):
     """A sample is a row of the first dimension if there are tokens in it; else all of x."""
     call = call_of("mlp_block", sizes=Sizes(lead), drop_path_p=0.5)
     x = call.make()["x"]
-    branch, whole = (one(call.make()) - x for one in (call, call.with_(drop_path_p=0.0)))
+    branch, whole = (function(call.make()) - x for function in (call, call.with_(drop_path_p=0.0)))
     samples = lead[0] if len(lead) > 1 else 1
-    branch, whole = (one.reshape(samples, -1) for one in (branch, whole))
+    branch, whole = (tensor.reshape(samples, -1) for tensor in (branch, whole))
     survives = branch.any(1, keepdim=True)
     torch.testing.assert_close(branch, 2 * whole * survives)
     assert len({*survives.flatten().tolist()}) == min(samples, 2)

@@ -34,15 +34,15 @@ def test_backward_takes_forwards_choice(create_graph, workspace, monkeypatch):
 
     def orders(results: list[torch.Tensor]) -> Tensors:
         """The gradients, and one of their squares' sum."""
-        found = outcome(results, t, create_graph=create_graph)
+        outcomes = outcome(results, t, create_graph=create_graph)
         if create_graph:
-            squares = sum(found[name].square().sum() for name in t)
-            found["second"] = torch.autograd.grad(squares, t["down_weight"])[0]
-        return found
+            squares = sum(outcomes[name].square().sum() for name in t)
+            outcomes["second"] = torch.autograd.grad(squares, t["down_weight"])[0]
+        return outcomes
 
-    found = orders(ours)
+    actual = orders(ours)
     for name, want in orders(call.oracle(t, index=index)).items():
-        error = ((found[name] - want).abs().max() / want.abs().max()).item()
+        error = ((actual[name] - want).abs().max() / want.abs().max()).item()
         assert error < 1e-3 or name == "result 1", f"{name} is wrong by {error:.3g} of its largest number"
 
 
@@ -51,11 +51,11 @@ def test_the_logits_alone_have_a_gradient(lead):
     """One of the input and the router. They have a row for each token."""
     call = call_of("moe_block", sizes=Sizes(lead))
     t = call.make()
-    found = gradients(lambda t: call.results(t)[1], t)
+    actual = gradients(lambda t: call.results(t)[1], t)
     read = {name: t[name] for name in ("x", "router_weight")}
     expected = gradients(lambda t: F.linear(t["x"].reshape(-1, 6), t["router_weight"]), read)
-    assert_same_within_rounding({name: found.pop(name) for name in expected}, expected)
-    for name, grad in found.items():
+    assert_same_within_rounding({name: actual.pop(name) for name in expected}, expected)
+    for name, grad in actual.items():
         assert not grad.any(), name
 
 

@@ -34,7 +34,7 @@ def modes_of(name: str) -> list[int]:
 
 
 EACH = [pytest.param(dropping(name, mode=i), id=f"{name}-{i}") for name in OF_OPS for i in modes_of(name)]
-FIRST = [one for one in EACH if one.id.endswith("-0")]
+FIRST = [case for case in EACH if case.id.endswith("-0")]
 
 
 # -- what surrounds an op and changes no bit ---------------------------------------------------------------------------
@@ -49,19 +49,19 @@ def test_what_changes_no_bit(call):
     assert_same(gradients(call, tensors), expected, "after inference")
     for context in (torch.autocast("cpu", enabled=False), Watch()):  # Watch sees the library op
         with context:
-            found = gradients(call, tensors)
-        assert_same(found, expected, f"inside {context}")
+            actual = gradients(call, tensors)
+        assert_same(actual, expected, f"inside {context}")
     with bf16_autocast():
         expected = gradients(call, tensors)
     with bf16_autocast():
         with torch.no_grad():
             call(tensors)  # casts weights, which the step that follows does not take
-        found = gradients(call, tensors)
-    assert_same(found, expected, "after no_grad")
+        actual = gradients(call, tensors)
+    assert_same(actual, expected, "after no_grad")
 
 
 KERNELS = "mlp", "attention_block", "latent_attention_block", "varlen_attn", "moe_mlp", "linear_cross_entropy"
-STRIDED = [(*one.values, "eager") for one in EACH]
+STRIDED = [(*case.values, "eager") for case in EACH]
 STRIDED += [(call_of(name), "triton") for name in KERNELS]
 
 
@@ -90,7 +90,7 @@ WRAPPED = {
 
 
 # All but the one that has a mode and no option for it.
-IN_A_CHECKPOINT = [one for one in FIRST if not one.id.startswith("linear_topk")]
+IN_A_CHECKPOINT = [case for case in FIRST if not case.id.startswith("linear_topk")]
 
 
 def watched(function, tensors: Tensors) -> Watch:
@@ -118,7 +118,9 @@ def test_inside_a_checkpoint(call, way):
     with torch.no_grad(), Watch() as forward:
         none(call.make())
     assert ours.flops <= expected.flops + forward.flops
-    recomputed = [one for one in ours.strings if one in ("none", "selective", "full")][-2:]  # layers: of both sublayers
+    recomputed = [mode for mode in ours.strings if mode in ("none", "selective", "full")][
+        -2:
+    ]  # layers: of both sublayers
     assert set(recomputed) <= {"none"}, f"backward runs in the modes {recomputed}"
 
 
@@ -160,9 +162,9 @@ def test_what_changes_before_backward_is_harmless_or_an_error(call):
         except RuntimeError as error:
             caught.append(str(error))
             continue
-        assert_same({one: t.grad for one, t in tensors.items()}, {one: expected[one] for one in tensors})
+        assert_same({key: t.grad for key, t in tensors.items()}, {key: expected[key] for key in tensors})
     assert caught or call.op == "dropout"
-    assert all(re.search("modified .*inplace", one) for one in caught), caught
+    assert all(re.search("modified .*inplace", message) for message in caught), caught
 
 
 class Made(Watch):
@@ -181,15 +183,15 @@ class Made(Watch):
 def test_inference_saves_nothing(name):
     """Without a gradient a forward op returns its results, also at "none", and two numbers for each token at most: choices of
     experts and statistics of the loss."""
-    made = set()
+    sizes = set()
     for mode, graded in itertools.product(("none", "full"), (False, True)):
         call = dropping(name, recompute=mode)
-        with torch.set_grad_enabled(graded), Made() as found, saved_tensors() as saved:
+        with torch.set_grad_enabled(graded), Made() as allocated, saved_tensors() as saved:
             y = call(call.make(frozen=call.make() if graded else ()))
         assert (y.requires_grad, saved.bytes) == (False, 0)
-        made.add(found.bytes)
-    assert len(made) == 1, f'{made} bytes at "none" and at "full"'
-    assert made.pop() <= y.nbytes + 8 * catalog.Sizes().tokens
+        sizes.add(allocated.bytes)
+    assert len(sizes) == 1, f'{sizes} bytes at "none" and at "full"'
+    assert sizes.pop() <= y.nbytes + 8 * catalog.Sizes().tokens
 
 
 @pytest.mark.parametrize("call", EACH)
@@ -222,5 +224,5 @@ def test_the_node_has_the_ops_name(call):
     nodes, seen = [y.grad_fn], []
     for node in nodes:
         seen.append(node.name())
-        nodes += [one for one, _ in node.next_functions if one is not None]
+        nodes += [function for function, _ in node.next_functions if function is not None]
     assert f"{call.entry.op.__name__}FunctionBackward" in seen

@@ -55,7 +55,7 @@ def check_against_oracle(case: Case, **more) -> None:
     """Results, whether they have a graph, and gradients."""
     leaves = case.make(torch.float64)
     results, expected = case.results(leaves, **more), case.oracle(leaves)
-    graphs = [[one.requires_grad for one in found] for found in (results, expected)]
+    graphs = [[tensor.requires_grad for tensor in tensors] for tensors in (results, expected)]
     assert graphs[0] == graphs[1], f"{case}: results have a graph: {graphs[0]}, but of the oracle {graphs[1]}"
     assert_same_within_rounding(outcome(results, leaves), outcome(expected, leaves), case, "the oracle")
 
@@ -120,13 +120,13 @@ def penalty(results, leaves) -> dict[str, torch.Tensor]:
     """Gradients of the square of the gradients, and the first ones as double backward sees them."""
     first = outcome([joined(results).square().sum()], leaves, create_graph=True)
     grads = [first[name] for name, leaf in leaves.items() if leaf.requires_grad]
-    squares = sum(one.square().sum() for one in grads)
-    return {f"first {name}": one.detach() for name, one in first.items()} | outcome([squares], leaves)
+    squares = sum(grad.square().sum() for grad in grads)
+    return {f"first {name}": grad.detach() for name, grad in first.items()} | outcome([squares], leaves)
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
 
-RECOMPUTE = [name for name, one in OF_OPS.items() if one.modes and name not in HEADS]
+RECOMPUTE = [name for name, op in OF_OPS.items() if op.modes and name not in HEADS]
 
 
 @pytest.mark.parametrize("entry", each(RECOMPUTE))
@@ -136,15 +136,17 @@ def test_every_mode_gives_the_same_bits(entry: Entry):
     In groups of heads "none" forms q, k and v of all heads by one matmul, so there its gradients may be others.
     """
     for i, options in enumerate([(), *alone(entry)]):
-        more, found = smallest_chunks(entry) if i % 2 else {}, {}
+        more, outcomes = smallest_chunks(entry) if i % 2 else {}, {}
         for mode in entry.modes:
             case = Case(entry, options, mode, sizes_of(entry))
             leaves = case.make(torch.bfloat16)
-            found[mode] = outcome(case.results(leaves, **more), leaves)
-        assert_same(found["selective"], found["full"], case, "recompute='full'")
+            outcomes[mode] = outcome(case.results(leaves, **more), leaves)
+        assert_same(outcomes["selective"], outcomes["full"], case, "recompute='full'")
         if more and {"num_heads", "attention_arguments"} & entry.parameters.keys():
-            found = {mode: {n: t for n, t in one.items() if n.startswith("result")} for mode, one in found.items()}
-        assert_same(found["none"], found["full"], case, "recompute='full'")
+            outcomes = {
+                mode: {n: t for n, t in values.items() if n.startswith("result")} for mode, values in outcomes.items()
+            }
+        assert_same(outcomes["none"], outcomes["full"], case, "recompute='full'")
 
 
 MANY_CLASSES = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as are combined at once
@@ -154,7 +156,7 @@ WITH_KERNELS = [name for name, entry in OF_OPS.items() if entry.op.kernels]
 def on_kernels(name: str) -> list[tuple[str, ...]]:
     """Many options at once, those that go with none of these alone, and arguments that the catalogue has not."""
     entry, at_once = OF_OPS[name], many(name)
-    rest = [one for one in alone(entry) if not set(one) <= set().union(*at_once)]
+    rest = [chosen for chosen in alone(entry) if not set(chosen) <= set().union(*at_once)]
     variants = [label for label in variants_of(entry, TILED) if not label.startswith(("activation", "no biases"))]
     return [*at_once, *rest, *((label,) for label in variants)]
 
@@ -163,17 +165,17 @@ def on_kernels(name: str) -> list[tuple[str, ...]]:
 @uninitialised_is_nan()
 def test_kernels_compute_what_pytorch_ops_do(entry: Entry, options):
     """With many options in two modes, which give the same bits where they recompute, and then in groups of heads."""
-    found, modes = {}, (*entry.modes[:1], *entry.modes[-1:]) if len(options) != 1 else entry.modes[:1]
+    outcomes, modes = {}, (*entry.modes[:1], *entry.modes[-1:]) if len(options) != 1 else entry.modes[:1]
     sizes = MANY_CLASSES if entry.op is LinearCrossEntropy else TILED
     for mode in modes or ("",):
         case = Case(entry, options, mode, sizes)
         leaves = case.make()
         theirs = outcome(case.results(leaves), leaves)
         with ckptkern.backend("triton"):
-            found[mode] = outcome(case.results(leaves), leaves)
-        assert_same_within_rounding(found[mode], theirs, f"{case} on the kernels", "PyTorch ops")
-    if len(found) > 1 and entry.name not in HEADS:
-        assert_same(*found.values(), f"{case} on the kernels", "another mode")
+            outcomes[mode] = outcome(case.results(leaves), leaves)
+        assert_same_within_rounding(outcomes[mode], theirs, f"{case} on the kernels", "PyTorch ops")
+    if len(outcomes) > 1 and entry.name not in HEADS:
+        assert_same(*outcomes.values(), f"{case} on the kernels", "another mode")
     if len(options) > 1 and "num_heads" in entry.parameters:
         with ckptkern.backend("triton"):
             groups = outcome(case.results(leaves, workspace=1), leaves)

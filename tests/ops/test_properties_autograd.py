@@ -111,10 +111,10 @@ def check_inputs_alone(case: Case, names: list[str]) -> None:
         alone_, label = case.make(frozen=leaves.keys() - {name}), f"{case}, {name} alone"
         with saved_tensors() as saved:
             results_alone = case.results(alone_)
-        asked_for, found = backward(results, leaves, name)
-        compare(found, {name: grads[name]}, f"{label} asked for", "a backward for all")
-        trained, found = backward(results_alone, alone_, name)
-        compare(found, {name: grads[name]}, f"{label} trained", "a backward for all")
+        asked_for, grad = backward(results, leaves, name)
+        compare(grad, {name: grads[name]}, f"{label} asked for", "a backward for all")
+        trained, grad = backward(results_alone, alone_, name)
+        compare(grad, {name: grads[name]}, f"{label} trained", "a backward for all")
         assert saved.bytes <= everything.bytes, f"{label}: saves {saved.bytes} bytes, with all {everything.bytes}"
         if case.mode in ("none", "selective") and name not in READ_X.get(entry.name, leaves):
             assert leaves["x"].shape not in [shape for shape, *_ in saved.tensors], f"{label}: x is saved and not read"
@@ -159,7 +159,7 @@ def test_backward_again_and_again(entry: Entry, options):
             y.square().mean().backward()
 
     def left() -> int:
-        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
 
     gc.disable()
     gc.freeze()  # what is there already is not looked through, and counted, again and again
@@ -194,16 +194,16 @@ def test_strides(entry: Entry, options, layout):
     strided, dense = case.make(), case.make()
     if layout in OF_INPUTS:
         strided = {name: layout(leaf.detach()).requires_grad_() for name, leaf in strided.items()}
-    found = outcome(case.results(strided), strided, layout)
+    actual = outcome(case.results(strided), strided, layout)
     expected = outcome(case.results(dense), dense, lambda dy: layout(dy).contiguous())
-    assert_same_within_rounding(found, expected, f"{case}, {layout.__name__}", "dense ones")
+    assert_same_within_rounding(actual, expected, f"{case}, {layout.__name__}", "dense ones")
     for name, leaf in strided.items() if layout is transposed else ():
         case(strided).sum().backward(inputs=[leaf])
         strides = leaf.grad.stride()
         assert strides == leaf.stride(), f"{case}: the gradient of {name} has strides {strides}"
 
 
-LEADING = [name for name, one in OF_OPS.items() if "cu_seq_q" not in one.parameters]
+LEADING = [name for name, entry in OF_OPS.items() if "cu_seq_q" not in entry.parameters]
 
 
 @pytest.mark.parametrize("lead", [(0, 3), (2, 0), (1, 1)], ids=str)
@@ -226,10 +226,10 @@ def test_sizes_of_zero_and_one(entry: Entry, lead: tuple[int, ...]):
 def test_fakes(entry: Entry):
     """Shapes, dtypes and strides of every result on tensors without data; of each option, modes in turn, under autocast, and of
     what kernels save in other shapes."""
-    found = [calls_of(Case(entry, one, mode_in_turn(entry, i))) for i, one in enumerate(alone(entry))]
+    called = [calls_of(Case(entry, options, mode_in_turn(entry, i))) for i, options in enumerate(alone(entry))]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found.append(calls_of(Case(entry)))
-    for calls in found:
+        called.append(calls_of(Case(entry)))
+    for calls in called:
         check_fakes(calls)
     with ckptkern.backend("triton"):
         for mode in (entry.modes or ("",)) if "made_on_meta" in vars(entry.op) else ():
@@ -282,17 +282,17 @@ WITH_X_DROPPING = [
     pytest.param(OF_OPS[name], ("dropout_p",) * ("dropout_p" in OF_OPS[name].parameters), id=name) for name in WITH_X
 ]
 # What compiling or exporting costs are seconds: in `make test` each op is compiled with many options at once.
-IN_GRAPHS = [(one, way, False) for one in each_call(OF_OPS) for way in BITS]
-IN_GRAPHS += [(one, "compiled", not one.id.endswith("1") and one.id != "dropout-none") for one in each_call(OF_OPS)]
-IN_GRAPHS += [(one, way, "mlp" not in one.id) for one in WITH_X_DROPPING for way in [*AROUND][3:5]]
-IN_GRAPHS += [(one, "compiled by inductor", True) for one in WITH_X_DROPPING[4:6]]
+IN_GRAPHS = [(case, way, False) for case in each_call(OF_OPS) for way in BITS]
+IN_GRAPHS += [(case, "compiled", not case.id.endswith("1") and case.id != "dropout-none") for case in each_call(OF_OPS)]
+IN_GRAPHS += [(case, way, "mlp" not in case.id) for case in WITH_X_DROPPING for way in [*AROUND][3:5]]
+IN_GRAPHS += [(case, "compiled by inductor", True) for case in WITH_X_DROPPING[4:6]]
 
 
 @pytest.mark.parametrize(
     ("entry", "options", "way"),
     [
-        pytest.param(*one.values, way, id=f"{one.id}-{way}", marks=[pytest.mark.long] * is_long)
-        for one, way, is_long in IN_GRAPHS
+        pytest.param(*case.values, way, id=f"{case.id}-{way}", marks=[pytest.mark.long] * is_long)
+        for case, way, is_long in IN_GRAPHS
     ],
 )
 def test_inside_checkpoints_hooks_and_graphs(entry: Entry, options, way):
@@ -327,23 +327,23 @@ def test_one_graph_for_all_sizes_and_modes_of_autograd(entry: Entry):
     counter = CompileCounterWithBackend("aot_eager")
     first = Case(entry, ("dropout_p",) if "dropout_p" in entry.parameters else ())
 
-    def call(leaves, given):
-        return catalog.call(entry, given, leaves)
+    def call(leaves, inputs):
+        return catalog.call(entry, inputs, leaves)
 
     run = compiled(call, counter)
     for tokens, seed in ((3, 1), (5, 1), (5, 2), (9, 1), (33, 1)):
         case = first._replace(sizes=Sizes((2, tokens)))
         leaves = case.make()
-        given = case.given(leaves)
-        found = []
+        inputs = case.given(leaves)
+        outcomes = []
         for function in (run, call):
             torch.manual_seed(seed)
-            found.append(outcome([function(leaves, given)], leaves))
-        assert_same_within_rounding(*found, f"{case} of {tokens} tokens, compiled", "the call as it is")
+            outcomes.append(outcome([function(leaves, inputs)], leaves))
+        assert_same_within_rounding(*outcomes, f"{case} of {tokens} tokens, compiled", "the call as it is")
     graphs = counter.frame_count
     assert graphs <= 2, f"{graphs} graphs, but one of the first size and one of any are enough"
     with torch.no_grad(), saved_tensors() as saved:
-        assert not run(leaves, given).requires_grad
+        assert not run(leaves, inputs).requires_grad
     assert saved.bytes == 0
 
 
@@ -362,8 +362,8 @@ def test_gradients_of_torch_func(entry: Entry, options):
         both = torch.stack([dy, 2 * dy])
         batched = torch.autograd.grad(y, wanted, both, True, create_graph, is_grads_batched=True)
         for i in range(2):
-            found = {name: one[i] / (i + 1) for name, one in zip(leaves, batched, strict=True)}
-            assert_same_within_rounding(found, expected, f"{case}, of a batch of output gradients", "autograd")
+            actual = {name: rows[i] / (i + 1) for name, rows in zip(leaves, batched, strict=True)}
+            assert_same_within_rounding(actual, expected, f"{case}, of a batch of output gradients", "autograd")
 
 
 # Ops whose other arguments have no batch dimension.
@@ -380,8 +380,8 @@ def test_gradients_of_each_sample(entry: Entry):
         grad = torch.func.grad(lambda t, case=case: case.unseeded(t).square().sum())
         batched = torch.func.vmap(grad, in_dims=(dict.fromkeys(leaves) | {"x": 0},))(leaves)
         for i, sample in enumerate(leaves["x"]):
-            found, expected = {name: t[i] for name, t in batched.items()}, grad(leaves | {"x": sample})
-            assert_same_within_rounding(found, expected, f"{case}, sample {i} of vmap", "the sample alone")
+            actual, expected = {name: t[i] for name, t in batched.items()}, grad(leaves | {"x": sample})
+            assert_same_within_rounding(actual, expected, f"{case}, sample {i} of vmap", "the sample alone")
 
 
 @pytest.mark.parametrize("entry", each(OF_OPS))
@@ -390,4 +390,4 @@ def test_forward_mode_is_refused(entry: Entry):
     leaves = case.make()
     name, x = next(iter(leaves.items()))
     with pytest.raises(NotImplementedError, match=f"^{entry.op.name}: forward-mode AD is not supported"):
-        torch.func.jvp(lambda one: case({**leaves, name: one}), (x.detach(),), (torch.ones_like(x),))
+        torch.func.jvp(lambda value: case({**leaves, name: value}), (x.detach(),), (torch.ones_like(x),))

@@ -86,7 +86,7 @@ def states(a: dict) -> int:
     if not a.get("training", True):
         return 0
     drops = [a.get(name, 0) for name in ("dropout_p", "resid_dropout_p", "drop_path_p")]
-    return 16 * (sum(p > 0 for p in drops) + any(one.dropout_p for one in a.get("lora", {}).values()))
+    return 16 * (sum(p > 0 for p in drops) + any(adapter.dropout_p for adapter in a.get("lora", {}).values()))
 
 
 def of_layer(a: dict, mode: str, lse: int) -> tuple[float, float, int, int]:
@@ -94,11 +94,11 @@ def of_layer(a: dict, mode: str, lse: int) -> tuple[float, float, int, int]:
     attentions = [a[name] for name in ("attention_arguments", "cross_attention_arguments") if name in a]
     feed, training = a["mlp_arguments"], {"training": a.get("training", True)}
     inner = of_moe if "router_weight" in feed else of_mlp
-    found = [of_attention(one | {"x": a["x"]}, mode, lse) for one in attentions]
-    found.append(inner(feed, "none" if mode == "none" else "full"))
+    parts = [of_attention(attention | {"x": a["x"]}, mode, lse) for attention in attentions]
+    parts.append(inner(feed, "none" if mode == "none" else "full"))
     between = a["x"].shape[-1] * len(attentions) if mode == "none" and "parallel" not in a else 0
-    drawn = sum(states(one | training) for one in (*attentions, feed))
-    elements, others = map(sum, zip(*found, strict=True))
+    drawn = sum(states(attention | training) for attention in (*attentions, feed))
+    elements, others = map(sum, zip(*parts, strict=True))
     return elements, others, drawn, between
 
 
@@ -151,11 +151,11 @@ def check_saved_bytes(case: Case, precision: str, more: dict) -> None:
     x_dtype = leaves["x"].dtype if keeps_x else dtype
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
         try:
-            found = saved_bytes(case, leaves, count=("x",), **more)
+            saved = saved_bytes(case, leaves, count=("x",), **more)
         except REFUSALS:  # test_properties.py counts these
             return
     expected = expected_bytes(case, dtype, x_dtype.itemsize)
-    assert found == expected, f"{case} in {precision} saves {found} bytes, but its table has {expected}"
+    assert saved == expected, f"{case} in {precision} saves {saved} bytes, but its table has {expected}"
 
 
 PER_TOKEN = {"linear_cross_entropy": 4, "selected_log_probs": 4, "linear_distillation": 16}  # bytes in float32
@@ -169,7 +169,7 @@ def test_saved_bytes_of_heads(entry: Entry):
         for mode in entry.modes or ("",):
             case = Case(entry, options, mode, sizes_of(entry))
             leaves, a = case.make(), case.arguments
-            found, results = saved_bytes(case, leaves), case.results(leaves)
+            saved, results = saved_bytes(case, leaves), case.results(leaves)
             formed_in_forward = mode == "none" and len(results) == 1 and not results[0].dim() and "z_loss" not in a
             tokens, V = case.sizes.tokens, case.sizes.out
             numbers = 4 * ("return_entropy" in a) + 16 * ("beta" in a)
@@ -178,7 +178,7 @@ def test_saved_bytes_of_heads(entry: Entry):
                 logits, formed = tokens * (V * 4 + V // 16 + 16), sum(leaf.nbytes for leaf in leaves.values())
                 most += min(logits, formed) if formed_in_forward else logits
             most += tokens * 4 * 4 + 64  # of what PyTorch ops make of each token's numbers
-            assert found <= most, f"{case} saves {found} bytes, but at most {most} are declared"
+            assert saved <= most, f"{case} saves {saved} bytes, but at most {most} are declared"
 
 
 # -- the peak ----------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def bounded(entry: Entry) -> Sizes:
     return Sizes((2, 256), 8, 64, 8, 4) if heads else Sizes((768,), 8, 64, 8)
 
 
-BOUNDED = [name for name, one in OF_OPS.items() if "workspace" in one.parameters]
+BOUNDED = [name for name, entry in OF_OPS.items() if "workspace" in entry.parameters]
 BOUNDED.remove("scaled_dot_product_attention")  # test_query_blocks.py
 
 

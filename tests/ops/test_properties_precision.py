@@ -69,16 +69,16 @@ def test_dtypes_under_autocast(entry: Entry, monkeypatch):
 def test_pairs_of_dtypes(entry: Entry):
     """x in one dtype, parameters in another: autocast's counts, or a TypeError says what to do."""
     case = Case(entry)
-    made = case.make()
-    names = [name for name, leaf in made.items() if "weight" in name and leaf.dim() > 1]
+    tensors = case.make()
+    names = [name for name, leaf in tensors.items() if "weight" in name and leaf.dim() > 1]
     for x_dtype in (FP32, BF16, FP16, FP64):
         for dtype in (FP32, BF16, FP16):
-            leaves = {n: t.detach().to(dtype if n in names else x_dtype).requires_grad_() for n, t in made.items()}
+            leaves = {n: t.detach().to(dtype if n in names else x_dtype).requires_grad_() for n, t in tensors.items()}
             with autocast(BF16):
                 if x_dtype != FP64:
-                    found = gradients(case, leaves)
-                    assert all(found[name].dtype == leaf.dtype for name, leaf in leaves.items())
-                    assert found["y"].isfinite().all()
+                    actual = gradients(case, leaves)
+                    assert all(actual[name].dtype == leaf.dtype for name, leaf in leaves.items())
+                    assert actual["y"].isfinite().all()
             message = f"^{entry.function.__name__}: .*(use one dtype|but a parameter is|must have one)"
             if names and dtype != x_dtype:
                 with pytest.raises(TypeError, match=message):
@@ -96,15 +96,15 @@ def test_a_weight_is_cast_once_in_each_pass(entry: Entry, options):
             torch.autograd.grad(y, list(leaves.values()), output_gradient(y))
         for name, t in leaves.items():
             if t.dim() > 1 and "weight" in name and "router" not in name:
-                counts = [one.casts[t.data_ptr()] for one in (forward, backward)]
+                counts = [counter.casts[t.data_ptr()] for counter in (forward, backward)]
                 assert max(counts) <= 1, f"{case}: forward and backward cast {name} {counts} times"
 
 
 # -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 EXACT = [
-    pytest.param(*one.values, dtype, dtype, id=f"{one.id}-{str(dtype)[6:]}")
-    for i, one in enumerate(each_call(WITHOUT_ROUTER))
+    pytest.param(*case.values, dtype, dtype, id=f"{case.id}-{str(dtype)[6:]}")
+    for i, case in enumerate(each_call(WITHOUT_ROUTER))
     for dtype in dict.fromkeys(((BF16, FP16, FP32)[i % 3], (BF16, FP16)[i % 2]))
 ]
 UPDATED = dict.fromkeys(("mlp_block", "linear_cross_entropy", "selected_log_probs", "moe_mlp"), ("lora",))
@@ -145,7 +145,7 @@ def test_error_does_not_grow_with_chunks_and_groups(entry: Entry):
     exact = outcome(case.results(double := clone(leaves, FP64)), double)
     whole, parts = (outcome(case.results(leaves, **more), leaves) for more in ({}, smallest_chunks(entry)))
     for name, want in exact.items():
-        at_once, error = (norm(found[name].double() - want) for found in (whole, parts))
+        at_once, error = (norm(grads[name].double() - want) for grads in (whole, parts))
         assert error <= 1.1 * at_once, (
             f"{case}: in chunks or groups {name} has an error of {error:.3g}, and {at_once:.3g} at once"
         )
@@ -174,6 +174,6 @@ def test_weights_are_summed_in_main_grad(entry: Entry, options):
     for name, leaf in weights.items():
         assert leaf.grad is None, f"{case}: {name} has a .grad beside its main_grad"
         assert leaf.grad_added_to_main_grad, f"{case}: main_grad of {name} is not said to have the gradient"
-    found = {n: leaf.main_grad / 2 if n in weights else leaf.grad / 2 for n, leaf in leaves.items()}
+    actual = {n: leaf.main_grad / 2 if n in weights else leaf.grad / 2 for n, leaf in leaves.items()}
     del expected["y"]
-    assert_same_within_rounding(found, expected, f"{case}, with main_grad", "autograd")
+    assert_same_within_rounding(actual, expected, f"{case}, with main_grad", "autograd")

@@ -149,9 +149,9 @@ def test_the_second_pass_runs_no_body(monkeypatch):
     (dx,) = grad(y.sin().sum(), x, retain_graph=True)
     handle.remove()
     edge = torch.autograd.graph.GradientEdge(y.grad_fn, 0)
-    found = dx, *grad([edge], weights, grad_outputs=[got[0][0]])
+    actual = dx, *grad([edge], weights, grad_outputs=[got[0][0]])
     assert bodies == ["mlp"]
-    assert_equal(found, grad(call().sin().sum(), [x, *weights]))
+    assert_equal(actual, grad(call().sin().sum(), [x, *weights]))
 
 
 def test_a_partial_backward_leaves_main_grads_alone_and_create_graph_as_it_is():
@@ -209,15 +209,15 @@ def test_delayed_gradients_are_added_to_main_grad():
         p.main_grad = torch.zeros_like(p)
     gradients(layers, True)
     assert all(p.grad is None for p in waiting(layers).values())
-    found = {name: p.main_grad for name, p in waiting(layers).items()}
-    assert_same_within_rounding(found, {name: expected[name] for name in found})
+    actual = {name: p.main_grad for name, p in waiting(layers).items()}
+    assert_same_within_rounding(actual, {name: expected[name] for name in actual})
 
 
 def test_weights_wait_until_they_are_flushed():
     """By hand, or at the end, but not after an error. What is returned does not wait, nor do another model's weights."""
     ours, other, failing, x = model(), model(), model(), torch.randn(5, 6)
     with delay_weight_gradients(ours) as later:
-        assert all(one is not None for one in grad(ours(x).sum(), list(ours.parameters())))
+        assert all(gradient is not None for gradient in grad(ours(x).sum(), list(ours.parameters())))
         ours(x).sum().backward()
         other(x).sum().backward()
         assert all(p.grad is not None for p in other.parameters())
@@ -275,10 +275,10 @@ def each_in_a_pass(block, change=lambda: None, wrapped=None):
 
 
 def check(block, wrapped=None):
-    found = each_in_a_pass(block, wrapped=wrapped)
+    actual = each_in_a_pass(block, wrapped=wrapped)
     calls = len(block.calls)
     torch.manual_seed(3)
-    assert_equal(found, grad(block(X), [X, *block.parameters()], DY))
+    assert_equal(actual, grad(block(X), [X, *block.parameters()], DY))
     return calls
 
 
@@ -318,10 +318,10 @@ def test_what_changes_between_the_passes_is_an_error():
 
 def test_what_was_recomputed_goes_with_the_graph():
     """And whole passes over a retained graph hold none."""
-    block, made = Block(), []
-    block[1][0].register_forward_hook(lambda module, args, y: made.append(weakref.ref(y)))
+    block, outputs = Block(), []
+    block[1][0].register_forward_hook(lambda module, args, y: outputs.append(weakref.ref(y)))
     each_in_a_pass(block)
-    assert not any(one() is not None for one in made)
+    assert not any(reference() is not None for reference in outputs)
     block.calls.clear()
     y = ckptkern.checkpoint(block, X)
     for _ in range(3):
@@ -334,5 +334,5 @@ def test_sparse_tensors_are_not_held():
     y = ckptkern.checkpoint(lambda x: torch.sparse.mm(a * 2, x @ w).square(), X)
     with split_backward("auto"):
         grad(y.sum(), X, retain_graph=True)
-        found = grad(y.sum(), w)
-    torch.testing.assert_close(found, grad((2 * (X @ w)).square().sum(), w))
+        gradient = grad(y.sum(), w)
+    torch.testing.assert_close(gradient, grad((2 * (X @ w)).square().sum(), w))

@@ -62,11 +62,11 @@ def test_a_causal_bias_is_the_mask_that_it_stands_for(make_bias, lengths, option
     mask, tensors = make_bias(*lengths), heads(*lengths, **options)
     options = {name: value for name, value in options.items() if name != "lead"}
     with ckptkern.backend(backend):
-        found, expected = (
-            gradients(seeded(attention(attn_mask=one, **options)), tensors) for one in (mask, mask._materialize())
+        actual, expected = (
+            gradients(seeded(attention(attn_mask=m, **options)), tensors) for m in (mask, mask._materialize())
         )
-    assert type(found["y"]) is Tensor
-    assert_same_within_rounding(found, expected)
+    assert type(actual["y"]) is Tensor
+    assert_same_within_rounding(actual, expected)
 
 
 @pytest.mark.slow
@@ -83,9 +83,9 @@ def test_a_causal_bias_compiled(dynamic):
 def test_a_causal_bias_saves_no_mask():
     saved = []
     for options in ({"is_causal": True}, {"attn_mask": lower_right(64, 64)}):
-        with saved_tensors() as found:
+        with saved_tensors() as tensors:
             attention(**options)(heads(64, 64))
-        saved.append(found.bytes)
+        saved.append(tensors.bytes)
     assert saved[0] == saved[1]
 
 
@@ -118,8 +118,8 @@ def test_a_causal_bias_of_a_block_is_is_causal(mask_is_exclusion):
     call = call_of("attention_block")
     expected = gradients(call.with_(is_causal=True), call.make())
     for mask in (upper_left(3, 3), lower_right(3, 3)):
-        given = call.with_(attn_mask=mask, mask_is_exclusion=mask_is_exclusion)
-        assert_same(gradients(given, call.make()), expected)
+        masked = call.with_(attn_mask=mask, mask_is_exclusion=mask_is_exclusion)
+        assert_same(gradients(masked, call.make()), expected)
 
 
 # -- operations of their own -------------------------------------------------------------------------------------------
@@ -220,13 +220,13 @@ def test_jagged():
         torch.testing.assert_close(y, dense)
         y.sum().backward()
         dense.sum().backward()
-        torch.testing.assert_close(*([t.grad for t in one.values()][1:] for one in (ours, theirs)))
+        torch.testing.assert_close(*([t.grad for t in tensors.values()][1:] for tensors in (ours, theirs)))
     assert ckptkern.dropout(x, 0.5).shape == x.shape
     q = x.unflatten(-1, (2, 3)).transpose(1, 2)
     y = ckptkern.scaled_dot_product_attention(q, q, q)
-    for one, row in zip(y.unbind(), x.unbind(), strict=True):
+    for actual, row in zip(y.unbind(), x.unbind(), strict=True):
         h = row.unflatten(-1, (2, 3)).transpose(0, 1)
-        torch.testing.assert_close(one, F.scaled_dot_product_attention(h, h, h))
+        torch.testing.assert_close(actual, F.scaled_dot_product_attention(h, h, h))
     for call in map(call_of, ("attention_block", "mlp_block")):
         with pytest.raises(TypeError, match=f"{call.op}: input must be a dense tensor, not nested"):
             call(call.make() | {"x": x})

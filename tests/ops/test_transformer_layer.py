@@ -41,45 +41,45 @@ def inputs(name: str) -> list[Tensor]:
     return [torch.randn(B, rows, D, requires_grad=True) for rows in ((S, 3) if name == "decoder" else (S,))]
 
 
-def run(layer: nn.Module, given: list[Tensor]) -> tuple[list[Tensor], int]:
+def run(layer: nn.Module, tensors: list[Tensor]) -> tuple[list[Tensor], int]:
     """(output and gradients, saved bytes besides a memory)."""
     torch.manual_seed(1)
-    with saved_tensors([*layer.parameters(), *given[1:]]) as saved:
-        y = layer(*given)
-    return [y, *torch.autograd.grad(y.square().sum(), [*given, *layer.parameters()])], saved.bytes
+    with saved_tensors([*layer.parameters(), *tensors[1:]]) as saved:
+        y = layer(*tensors)
+    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *layer.parameters()])], saved.bytes
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_pair_of_modes_saves_what_its_modes_say(name):
-    layer, given, found = LAYERS[name](), inputs(name), {}
+    layer, tensors, saved = LAYERS[name](), inputs(name), {}
     for mode in (*MODES, *itertools.product(MODES, MODES)):
         layer.recompute = mode
-        results, found[mode] = run(layer, given)
+        results, saved[mode] = run(layer, tensors)
         if mode == "none":
             expected = results
         torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
     between = 2 * ROW if name == "decoder" else ROW  # what each sublayer is given
-    assert found["full", "full"] == pytest.approx(found["full"] + between, abs=STATES)
-    assert found["selective", "full"] == pytest.approx(found["selective"] + between, abs=STATES)
+    assert saved["full", "full"] == pytest.approx(saved["full"] + between, abs=STATES)
+    assert saved["selective", "full"] == pytest.approx(saved["selective"] + between, abs=STATES)
     hidden = B * S * HIDDEN * 4
     selective, none = (2, 3) if name == "llama" else (1, 1)  # g, u and h; of ReLU h alone
     for attention in MODES:
-        assert found[attention, "selective"] == found[attention, "full"] + selective * hidden
-        assert found[attention, "none"] == found[attention, "full"] + none * hidden
-    assert found["none"] == pytest.approx(found["none", "none"], abs=STATES)
+        assert saved[attention, "selective"] == saved[attention, "full"] + selective * hidden
+        assert saved[attention, "none"] == saved[attention, "full"] + none * hidden
+    assert saved["none"] == pytest.approx(saved["none", "none"], abs=STATES)
 
 
 @pytest.mark.parametrize(("name", "place"), [("llama", "self_attn"), ("llama", "mlp"), ("decoder", "linear1")])
 def test_a_pair_where_submodules_are_called(name, place):
     """One sublayer by its modules, which have a hook; the layer is an activation checkpoint then."""
-    layer, given = LAYERS[name](recompute=("selective", "none")), inputs(name)
-    expected, _ = run(layer, given)
+    layer, tensors = LAYERS[name](recompute=("selective", "none")), inputs(name)
+    expected, _ = run(layer, tensors)
     layer.get_submodule(place).register_forward_hook(lambda *args: None)
-    least = sum(one.nbytes for one in given)
+    least = sum(tensor.nbytes for tensor in tensors)
     for pair in itertools.product(MODES, MODES):
         layer.recompute = pair
-        found, saved = run(layer, given)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual, saved = run(layer, tensors)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         assert saved > 2 * least if pair == ("none", "none") else saved <= least + STATES, pair
 
 

@@ -38,13 +38,13 @@ def test_a_right_model_passes(converted, dtype):
     if converted:
         ckptkern.convert(model, x, labels=LABELS)
     forwards = [m.__dict__.get("forward") for m in model.modules()]
-    found = ckptkern.certify(model, x, labels=LABELS)
-    assert found.passed, str(found)
-    assert {one.name for one in found.gradients} == dict(model.named_parameters()).keys()
-    assert all(0 < one.eager < 16 * torch.finfo(dtype).eps for one in found.gradients)
-    assert {"layers.0", "layers.1"} <= found.replaced.keys()
-    assert found.saved[1] < found.saved[0]
-    assert found.dropout
+    certificate = ckptkern.certify(model, x, labels=LABELS)
+    assert certificate.passed, str(certificate)
+    assert {row.name for row in certificate.gradients} == dict(model.named_parameters()).keys()
+    assert all(0 < row.eager < 16 * torch.finfo(dtype).eps for row in certificate.gradients)
+    assert {"layers.0", "layers.1"} <= certificate.replaced.keys()
+    assert certificate.saved[1] < certificate.saved[0]
+    assert certificate.dropout
     assert [m.__dict__.get("forward") for m in model.modules()] == forwards
 
 
@@ -62,11 +62,13 @@ def test_a_wrong_one_does_not_pass(fault, monkeypatch):
     op = next(iter(model.layers[0].forward.segments.values())).op
     right = getattr(ckptkern.ops, op)
     monkeypatch.setattr(ckptkern.ops, op, wrong)
-    found = ckptkern.certify(model, X, labels=LABELS)
-    assert not found.passed
-    assert {"weight": set(found.failures) < {one.name for one in found.gradients}}.get(fault, "loss" in found.failures)
-    assert found.failures
-    assert str(found).startswith("FAILED\nerrors too large: ")
+    certificate = ckptkern.certify(model, X, labels=LABELS)
+    assert not certificate.passed
+    assert {"weight": set(certificate.failures) < {row.name for row in certificate.gradients}}.get(
+        fault, "loss" in certificate.failures
+    )
+    assert certificate.failures
+    assert str(certificate).startswith("FAILED\nerrors too large: ")
 
 
 def test_a_replacement_that_does_not_run_does_not_pass():
@@ -75,28 +77,28 @@ def test_a_replacement_that_does_not_run_does_not_pass():
     forward = model.layers[1].forward
     forward.segments = {"another pattern": next(iter(forward.segments.values()))}
     with pytest.warns(UserWarning, match="runs its original forward"):
-        found = ckptkern.certify(model, X, labels=LABELS)
-    assert found.unused == ["layers.1"]
-    assert not found.passed
-    assert "replaced, but ran as before convert: layers.1" in str(found)
+        certificate = ckptkern.certify(model, X, labels=LABELS)
+    assert certificate.unused == ["layers.1"]
+    assert not certificate.passed
+    assert "replaced, but ran as before convert: layers.1" in str(certificate)
 
 
 def test_nothing_replaced_does_not_pass_and_without_dropout_it_does():
-    found = ckptkern.certify(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), X)
-    assert not found.passed
-    assert "nothing was replaced" in str(found)
-    found = ckptkern.certify(Model(0.5), X, labels=LABELS)
-    assert (found.passed, found.dropout) == (True, False)
-    assert "dropout: off" in str(found)
+    certificate = ckptkern.certify(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), X)
+    assert not certificate.passed
+    assert "nothing was replaced" in str(certificate)
+    certificate = ckptkern.certify(Model(0.5), X, labels=LABELS)
+    assert (certificate.passed, certificate.dropout) == (True, False)
+    assert "dropout: off" in str(certificate)
 
 
 def test_the_report_and_a_loss_of_ones_own(tmp_path):
-    found = ckptkern.certify(Model(), X, loss=lambda output: output["y"].square().mean())
-    assert found.passed
-    found.write(tmp_path / "certificate.md")
+    certificate = ckptkern.certify(Model(), X, loss=lambda output: output["y"].square().mean())
+    assert certificate.passed
+    certificate.write(tmp_path / "certificate.md")
     text = (tmp_path / "certificate.md").read_text()
     assert text.startswith("# passed: ")
-    assert all(f"\n{one.name} " in text for one in found.gradients)
+    assert all(f"\n{row.name} " in text for row in certificate.gradients)
     assert "gradient of" in text.partition("```text\n")[2].partition("```")[0]
 
 
@@ -123,13 +125,13 @@ class Odd(nn.Linear):
 def test_what_it_refuses():
     bad = Model()
     bad.held = nn.Parameter(torch.ones(2)) * 2
-    for error, match, *given in (
+    for error, match, *arguments in (
         (TypeError, r"model must be a torch\.nn\.Module, not int", 1, X),
-        (TypeError, "wanted the inputs of a training step", Model()),
-        (ValueError, "two calls in eval mode give two results", Odd("random"), X),
+        (TypeError, "example inputs are missing", Model()),
+        (ValueError, "two calls of the model in eval mode give different", Odd("random"), X),
         (ValueError, "the unmodified model does not run in float64: RuntimeError: no float64", Odd("no float64"), X),
         (ValueError, "the model cannot be copied: ", bad, X),
         (ValueError, "wanted an output with a gradient", Model().requires_grad_(False), X),
     ):
         with pytest.raises(error, match=f"certify: {match}"):
-            ckptkern.certify(*given)
+            ckptkern.certify(*arguments)

@@ -29,12 +29,12 @@ pytest.importorskip("scipy")
 def test_the_search_ends_beside_a_size_that_does_not_fit(budget, peak):
     calls = []
     try:
-        found, tried = search(lambda n: calls.append(n) or peak(n), budget, 4, 4, 100_000)
+        size, tried = search(lambda n: calls.append(n) or peak(n), budget, 4, 4, 100_000)
     except BudgetError:
         assert peak(4) > budget
         return
-    assert peak(found) <= budget
-    assert found == 100_000 or any(peak(n) > budget for n in tried if found < n <= found + max(4, found // CLOSE))
+    assert peak(size) <= budget
+    assert size == 100_000 or any(peak(n) > budget for n in tried if size < n <= size + max(4, size // CLOSE))
     assert set(calls) == set(tried)
     assert len(calls) == len(tried) <= 25
 
@@ -48,18 +48,18 @@ def test_it_ends_at_the_limit():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_longest_sequence(device):
     model = layers(3, device)
-    found = ckptkern.frontier(model, lambda n: sequence(n, device, 1), "1MiB", multiple=16)
-    assert found.peak <= found.budget == 2**20
+    frontier = ckptkern.frontier(model, lambda n: sequence(n, device, 1), "1MiB", multiple=16)
+    assert frontier.peak <= frontier.budget == 2**20
     if device == "cpu":
         for p in model.parameters():
             p.grad = None
-        assert peak_of(model, (sequence(found.size, batch=1),)) <= 2**20
+        assert peak_of(model, (sequence(frontier.size, batch=1),)) <= 2**20
     for layer in model:
         layer.recompute = "full"
         layer.zero_grad()
-    beyond = found.size + max(16, found.size // CLOSE)
+    beyond = frontier.size + max(16, frontier.size // CLOSE)
     assert step_of(model, ((sequence(beyond, device, 1),), {})).peak > 2**20
-    assert f"largest size within 1 MiB: {found.size}" in str(found)
+    assert f"largest size within 1 MiB: {frontier.size}" in str(frontier)
 
 
 @pytest.mark.slow
@@ -68,14 +68,14 @@ def test_a_model_that_is_converted_and_a_batch():
         return torch.randint(0, 20, (size, 12))
 
     model = model_of("llama")
-    found = ckptkern.frontier(model, batch, "512KiB", multiple=1, limit=64)
-    assert 1 < found.size <= 64
-    assert set(found.plan.strategies) == {"layers.0", "layers.1"}
+    frontier = ckptkern.frontier(model, batch, "512KiB", multiple=1, limit=64)
+    assert 1 < frontier.size <= 64
+    assert set(frontier.plan.strategies) == {"layers.0", "layers.1"}
 
 
 def test_a_budget_that_the_first_size_does_not_meet():
     model = model_of("llama")
-    with pytest.raises(BudgetError, match="frontier: wanted a step of at most 1 B, but size 2 takes") as error:
+    with pytest.raises(BudgetError, match="frontier: the budget is 1 B, but size 2 takes") as error:
         ckptkern.frontier(model, lambda n: torch.randint(0, 20, (n, 12)), 1, multiple=2)
     assert error.value.least > 1000
     assert not any("forward" in m.__dict__ for m in model.modules()), "converted no more"

@@ -77,22 +77,22 @@ def close(ours, theirs):
 def test_a_measured_step_differentiates_the_loss(name):
     returns, taken, loss = RETURNS[name]
     ids = torch.randint(CLASSES, (1, TOKENS))
-    given = {} if loss is None else {"loss": loss}
-    assert ckptkern.certify(GPT(returns), ids, **given).passed
-    plan = ckptkern.plan(model := GPT(returns), ids, budget="100MiB", **given)
+    options = {} if loss is None else {"loss": loss}
+    assert ckptkern.certify(GPT(returns), ids, **options).passed
+    plan = ckptkern.plan(model := GPT(returns), ids, budget="100MiB", **options)
     assert close(plan.peak, peak_of(model, ids, taken))
-    found = ckptkern.frontier(
-        model := GPT(returns), lambda n: torch.zeros(1, n, dtype=torch.long), "100MiB", limit=128, **given
+    frontier = ckptkern.frontier(
+        model := GPT(returns), lambda n: torch.zeros(1, n, dtype=torch.long), "100MiB", limit=128, **options
     )
-    assert close(found.peak, peak_of(model, torch.zeros(1, found.size, dtype=torch.long), taken))
+    assert close(frontier.peak, peak_of(model, torch.zeros(1, frontier.size, dtype=torch.long), taken))
     model = GPT(returns)
-    report = ckptkern.report(model, ids, **given)
+    report = ckptkern.report(model, ids, **options)
     assert close(report.peaks["eager PyTorch"], peak_of(model, ids, taken))
 
 
 def test_several_scalars_are_refused_and_so_is_a_loss_that_is_none():
     ids = torch.randint(CLASSES, (1, 4))
-    for run in (ckptkern.certify, ckptkern.report, lambda *given, **more: ckptkern.plan(*given, budget="1GiB", **more)):
+    for run in (ckptkern.certify, ckptkern.report, lambda *args, **more: ckptkern.plan(*args, budget="1GiB", **more)):
         with pytest.raises(ValueError, match=r"returns 2 scalars.* loss="):
             run(GPT(lambda logits, loss: (logits, loss, 2 * loss)), ids)
         with pytest.raises(TypeError, match=r": loss must return a scalar tensor, not a tensor of shape"):

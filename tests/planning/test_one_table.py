@@ -45,9 +45,9 @@ def peaks_of(model, device):
     """What report, plan and frontier say of a step with all regions at "full"."""
     report = ckptkern.report(model, **call(TOKENS, device))
     plan = ckptkern.plan(model, **call(TOKENS, device), budget="1GiB")
-    found = ckptkern.frontier(model, lambda n: call(n, device), "1GiB", multiple=TOKENS, limit=TOKENS)
+    frontier = ckptkern.frontier(model, lambda n: call(n, device), "1GiB", multiple=TOKENS, limit=TOKENS)
     assert f"peak {format_size(report.peaks['full'])}" in str(report)
-    return report.peaks["full"], plan.table.measured(plan.table.uniform("full")), found.tried[TOKENS]
+    return report.peaks["full"], plan.table.measured(plan.table.uniform("full")), frontier.tried[TOKENS]
 
 
 def test_they_say_what_a_step_takes(config):

@@ -75,7 +75,7 @@ def test_a_model_that_convert_replaced_gets_its_workspace_back():
     plan.table.workspaces.set(1024)
     assert {row.segment.forward.workspace for row in plan.table.rows} == {1024}
     ckptkern.revert(model)
-    assert [vars(m).keys() for m in model.modules()] == [one.keys() for one in before]
+    assert [vars(m).keys() for m in model.modules()] == [attributes.keys() for attributes in before]
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch):
 @pytest.mark.slow
 def test_on_the_meta_device_as_on_the_cpu():
     """Where matmuls are what a choice costs."""
-    found, peaks = [], []
+    results, peaks = [], []
     for device in ("cpu", "meta"):
         attention = ckptkern.nn.LlamaAttention(16, 2, device=device)
         model, x = nn.Sequential(attention, ckptkern.nn.GatedMLP(16, 96, device=device)), sequence(64, device)
@@ -103,8 +103,8 @@ def test_on_the_meta_device_as_on_the_cpu():
         table = plan.table
         peaks.append([plan.table.measured(table.uniform(mode)) for mode in ("none", "selective", "full")])
         flops = [[cost.flops for cost in kind.costs] for kind in table.kinds]
-        found.append((flops, [one.bytes for row in table.rows for one in row.held]))
-    assert found[0] == found[1]
+        results.append((flops, [held.bytes for row in table.rows for held in row.held]))
+    assert results[0] == results[1]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
     assert plan.cost == sum(map(min, flops))
 
@@ -124,9 +124,9 @@ def test_a_gpu_that_is_not_there():
     plan = ckptkern.plan(model, x, budget="1024GiB", stores=[ckptkern.storage.offload(min_bytes=0)], device="h100")
     assert plan.workspace == 79 * 2**30 // 32
     rates, row = RATES["h100"], plan.table.rows[0]
-    found = dict(zip(map(str, row.strategies), zip(plan.table.kinds[0].costs, row.held, strict=True), strict=True))
+    cost_of = dict(zip(map(str, row.strategies), zip(plan.table.kinds[0].costs, row.held, strict=True), strict=True))
     for mode in ("none", "selective", "full"):
-        (here, held), (away, held_away) = found[mode], found[f"{mode} + offload"]
+        (here, held), (away, held_away) = cost_of[mode], cost_of[f"{mode} + offload"]
         assert 1 <= here.seconds * rates.matmuls / here.flops <= 3
         copied = held.bytes - held_away.bytes
         seconds = 2 * copied / rates.host
@@ -141,13 +141,13 @@ def test_a_gpu_that_is_not_there():
 
 def test_a_device_that_cannot_be_planned_for():
     on_meta = layers(device="meta"), sequence(device="meta")
-    for given, options, message in (
+    for arguments, options, message in (
         (on_meta, {"device": "tpu"}, "device must be one of h200, h100, a100, not 'tpu'"),
-        ((layers(), sequence()), {"device": "h100"}, "device is of a model on the meta device"),
-        (on_meta, {"budget": None}, "the meta device, which has no memory to fill: wanted a budget"),
+        ((layers(), sequence()), {"device": "h100"}, "device is for a model on the meta device"),
+        (on_meta, {"budget": None}, "the meta device, which has no free memory to plan for. Give a budget"),
     ):
         with pytest.raises(ValueError, match=message):
-            ckptkern.plan(*given, **{"budget": "1GiB"} | options)
+            ckptkern.plan(*arguments, **{"budget": "1GiB"} | options)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_a_device_that_cannot_be_planned_for():
 def test_attention_on_the_meta_device_has_no_scores(options):
     class Attention(nn.Module):
         def forward(self, q, k, v, mask):
-            given = options | ({"attn_mask": mask} if "attn_mask" in options else {})
-            return ckptkern.scaled_dot_product_attention(q, k, v, workspace="1GiB", **given)
+            arguments = options | ({"attn_mask": mask} if "attn_mask" in options else {})
+            return ckptkern.scaled_dot_product_attention(q, k, v, workspace="1GiB", **arguments)
 
     with torch.device("meta"):
         mask = torch.empty(1024, 1024, dtype=torch.bool)
@@ -182,8 +182,8 @@ def test_grouped_matmuls_count():
     grouped_mm, forward = functools.partial(nn.functional.grouped_mm, offs=offs), 2 * R * k * n / rates.matmuls
     for a, b in ((x, weight), (weight.mT, x.mT)):  # each column of x has one weight
         assert estimated(lambda a=a, b=b: grouped_mm(a, b), rates) == pytest.approx(forward)
-    given = x.requires_grad_(), weight.requires_grad_()
-    assert estimated(lambda: grouped_mm(*given).backward(dy), rates) == pytest.approx(3 * forward)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    assert estimated(lambda: grouped_mm(*leaves).backward(dy), rates) == pytest.approx(3 * forward)
 
 
 @pytest.mark.slow
@@ -193,10 +193,10 @@ def test_what_stands_at_the_peak():
     assert f"\npeak of a step: {memory.format_size(plan.peak)} of a budget of 1 GiB\n" in text
     assert any(largest.what in line and line.endswith(largest.place) for line in text.splitlines())
     plan.replan(plan.table.measured(plan.table.uniform("full")))  # others have kernels' own memory at their peak
-    sizes = [one.bytes for one in plan.standing]
+    sizes = [tensor.bytes for tensor in plan.standing]
     assert 0 <= plan.peak - sum(sizes) <= 0.05 * plan.peak
     assert sizes == sorted(sizes, reverse=True)
-    assert {one.place for one in plan.standing} <= {"", "0", "1", "2", "3"}
+    assert {tensor.place for tensor in plan.standing} <= {"", "0", "1", "2", "3"}
 
 
 def test_live_counts_each_storage_once_and_until_it_is_gone():
@@ -211,7 +211,7 @@ def test_live_counts_each_storage_once_and_until_it_is_gone():
         assert live.now() == 0
         known.add_(1)
     assert live.peak == 40
-    assert [(one.bytes, one.op, one.shape) for one in live.at_peak] == [(40, "add.Tensor", (10,))]
+    assert [(tensor.bytes, tensor.op, tensor.shape) for tensor in live.at_peak] == [(40, "add.Tensor", (10,))]
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ def test_measuring_holds_nothing():
     seen, alive = [], []
     model[0].register_forward_hook(lambda module, args, output: seen.append(StorageWeakRef(output.untyped_storage())))
     model[2].register_forward_hook(lambda module, args, output: alive.append(not seen[-1].expired()))
-    found = table.Example("plan", model, ((torch.randn(4, 8, requires_grad=True),), {})).step(backs=False)
-    assert found.saved == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
+    step = table.Example("plan", model, ((torch.randn(4, 8, requires_grad=True),), {})).step(backs=False)
+    assert step.saved == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
     y = model(torch.randn(4, 8, requires_grad=True))
     assert y.requires_grad
     assert alive == [False, True]
@@ -70,7 +70,9 @@ def test_measuring_holds_nothing():
 def test_the_least_that_would_fit(llama):
     llama.replan("1GiB")
     strategies = llama.strategies
-    with pytest.raises(BudgetError, match=r"wanted at most 10 B \(10 bytes\) .* but the least") as error:
+    with pytest.raises(
+        BudgetError, match=r"budget of saved tensors is 10 B \(10 bytes\), but the model saves at least"
+    ) as error:
         llama.replan(10)
     assert llama.strategies == strategies, "nothing changed"
     least = error.value.least
@@ -124,8 +126,8 @@ def test_blocks_with_running_statistics_are_regions():
     theirs, x = copy.deepcopy(model), torch.randn(2, 4, 6)
     plan = ckptkern.plan(model, x, saved="600B")
     assert plan.strategies == {"0": Strategy("full"), "1": Strategy("full")}
-    for one in (model, theirs):
-        one(x).sum().backward()
+    for m in (model, theirs):
+        m(x).sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), theirs.buffers(), strict=True))
 
 
@@ -159,9 +161,9 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch):
 
     def step_with(room):
         free[0] = room + plan.transient + gradients
-        found = counted(model, x)
-        assert found == plan.saved
-        return found
+        saved = counted(model, x)
+        assert saved == plan.saved
+        return saved
 
     full = plan.table.saved(plan.table.uniform("full")) + 100
     assert step_with(2**40) == roomy
@@ -205,16 +207,16 @@ def test_wrong_arguments():
     ):
         with pytest.raises(kind, match=message):
             ckptkern.plan(model, ids(), **options)
-    for call, (kind, message, *given) in itertools.product(
+    for call, (kind, message, *arguments) in itertools.product(
         (ckptkern.plan, ckptkern.report),
         (
             (TypeError, r"model must be a torch.nn.Module, not int", 3, ids()),
-            (TypeError, "wanted the inputs of a training step", model),
+            (TypeError, "example inputs are missing", model),
             (ValueError, "{} first, then compile", torch.compile(model), ids()),
         ),
     ):
         with pytest.raises(kind, match=message.format(call.__name__)):
-            call(*given)
+            call(*arguments)
     with pytest.raises(ValueError, match="wanted an output with a gradient"):
         ckptkern.report(nn.Sequential(ckptkern.nn.MLP(8, 16)).requires_grad_(False), torch.randn(3, 8))
 

@@ -129,14 +129,16 @@ def test_a_region_that_is_called_twice_costs_twice():
 
 
 def test_alike_layers_are_measured_once_and_cost_what_their_mode_recomputes(monkeypatch):
-    found, alone = [], measure.measure_alone
+    measured, alone = [], measure.measure_alone
     monkeypatch.setattr(
-        measure, "measure_alone", lambda kind, *rest: found.append(kind.first.name) or alone(kind, *rest)
+        measure, "measure_alone", lambda kind, *rest: measured.append(kind.first.name) or alone(kind, *rest)
     )
     model, (x,) = CASES["llama layers"]()
     table = ckptkern.plan(model, x, saved="1GiB").table
-    assert found == ["0"]
-    flops = {str(one): cost.flops for one, cost in zip(table.rows[0].strategies, table.kinds[0].costs, strict=True)}
+    assert measured == ["0"]
+    flops = {
+        str(strategy): cost.flops for strategy, cost in zip(table.rows[0].strategies, table.kinds[0].costs, strict=True)
+    }
     assert flops["none"] < flops["selective"] < flops["full"] <= flops["none"] * 4 / 3
 
 

@@ -124,4 +124,4 @@ def test_on_the_meta_device():
     assert {line.seconds for line in report.lines} == {None}
     assert all(line.flops > 0 for line in report.lines)
     assert "ms" not in str(report)
-    assert report.timelines["full"].peak == sum(one.bytes for one in report.standing["full"]) > 2 * 3 * 8 * 4
+    assert report.timelines["full"].peak == sum(tensor.bytes for tensor in report.standing["full"]) > 2 * 3 * 8 * 4

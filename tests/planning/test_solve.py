@@ -46,9 +46,13 @@ def of(strategies, costs, held, rest):
 
 def with_what_several_save(held, rest):
     """The rest with the storages that more than one region may save: they count once, whatever is chosen."""
-    names = [{name for one in own for name in one.shared} for own in held]
+    names = [{name for option in own for name in option.shared} for own in held]
     several = {
-        name: n for own in held for one in own for name, n in one.shared.items() if sum(name in of for of in names) > 1
+        name: n
+        for own in held
+        for option in own
+        for name, n in option.shared.items()
+        if sum(name in of for of in names) > 1
     }
     return rest._replace(shared=rest.shared | several)
 
@@ -58,7 +62,7 @@ def test_no_choice_is_cheaper():
     for seed in range(100):
         costs, held, outside = problem(seed)
         rest = with_what_several_save(held, outside)
-        every = [of(one, costs, held, rest) for one in itertools.product(*(range(len(cost)) for cost in costs))]
+        every = [of(choice, costs, held, rest) for choice in itertools.product(*(range(len(cost)) for cost in costs))]
         saved = sorted({saved for saved, _ in every})
         for budget in {saved[0], saved[len(saved) // 2], saved[-1] - 1, saved[-1] + 1}:
             if budget < saved[0]:
@@ -81,7 +85,7 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart():
     own = [int(2**30 / c**3) for c in cost]
     costs, held = [cost] * 96, [[Held(n, {("in", i): 2**24}) for n in own] for i in range(96)]
     budget = 96 * (2**24 + sorted(own)[4]) - 1
-    ours, found = of(choose(costs, held, Held(), budget), costs, held, Held())
+    ours, actual = of(choose(costs, held, Held(), budget), costs, held, Held())
     assert ours <= budget
     # the best of all mixtures of two strategies, which is what the relaxed problem has
     mixtures = [
@@ -90,7 +94,7 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart():
         for k in range(97)
         if k * own[a] + (96 - k) * own[b] + 96 * 2**24 <= budget
     ]
-    assert found <= min(mixtures) + 1e-6
+    assert actual <= min(mixtures) + 1e-6
 
 
 def test_of_layers_that_are_alike_the_last_save_most():

@@ -27,7 +27,7 @@ def test_the_sleep_grows_until_the_host_is_ahead(needed, monkeypatch):
     grown = [timing.SLEEP * 2**n for n in range(len(asked))]
     assert asked == grown
     assert clock.cycles == grown[-1] >= min(needed, timing.LONGEST_SLEEP)
-    assert all(one < needed for one in grown[:-1])
+    assert all(size < needed for size in grown[:-1])
     assert clock.ahead == (needed <= timing.LONGEST_SLEEP)
     clock(None)
     assert asked == [*grown, grown[-1]], "the next step begins where this one ended"

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     def arguments(self):
         torch.manual_seed(0)
-        return [torch.randn(one, dtype=torch.float64) if isinstance(one, tuple) else one for one in self.inputs]
+        return [torch.randn(item, dtype=torch.float64) if isinstance(item, tuple) else item for item in self.inputs]
 
 
 def indices(*shape, below):
@@ -88,10 +88,10 @@ def pointwise(b, s, h, d):
     yield Case("copy", lambda x, y: written(x, y, lambda x: x), (x, (s, d)), {0, 1, 2}, {Axis(0): [Axis(0), None]})
     yield Case("masked_fill", lambda x, y: x.masked_fill(y > 0, 2.0), (x, (s, 1)), {0, 1, 2})
     yield Case("masked_fill", lambda x, y, z: x.masked_fill(y > 0, z), (x, (b, s, 1), ()), {0, 1, 2})
-    for one in ("alias", "detach"):
-        yield Case(one, getattr(aten, one).default, (x,), {0, 1, 2})
-    for one in (torch.zeros_like, torch.ones_like, torch.empty_like):
-        yield Case(one.__name__, one, (x,), {0, 1, 2})
+    for op in ("alias", "detach"):
+        yield Case(op, getattr(aten, op).default, (x,), {0, 1, 2})
+    for op in (torch.zeros_like, torch.ones_like, torch.empty_like):
+        yield Case(op.__name__, op, (x,), {0, 1, 2})
     yield Case("full_like", lambda x: torch.full_like(x, 3.0), (x,), {0, 1, 2})
     yield Case("getitem", lambda x: torch.frexp(x).mantissa, (x,), {0, 1, 2})
 
@@ -204,27 +204,25 @@ def moves(b, s, h, d):
     yield Case("slice_scatter", lambda x, y: written(x, y, lambda x: x[1:]), (x, (b - 1, s, d)), {1, 2})
     yield Case("tril", torch.tril, (x,), {0})
     yield Case("triu", lambda x: x.triu(1), ((b, h, s, d),), {0, 1})
-    for one in ("zeros", "ones", "empty"):
-        yield Case(one, lambda x, one=one: getattr(torch, one)(b, s, dtype=x.dtype), (x,), {0, 1})
-        yield Case(
-            f"new_{one}", lambda x, one=one: getattr(x, f"new_{one}")(b, s, h), (x,), {0, 1, 2}, {Axis(1): [None]}
-        )
+    for op in ("zeros", "ones", "empty"):
+        yield Case(op, lambda x, op=op: getattr(torch, op)(b, s, dtype=x.dtype), (x,), {0, 1})
+        yield Case(f"new_{op}", lambda x, op=op: getattr(x, f"new_{op}")(b, s, h), (x,), {0, 1, 2}, {Axis(1): [None]})
     yield Case("full", lambda x: torch.full((s, d), 3.0, dtype=x.dtype), (x,), {0, 1})
     yield Case("new_full", lambda x: x.new_full((s, d), 3.0), (x,), {0, 1})
 
 
 def mixtures(b, s, h, d):
     x = (b, s, d)
-    for one in (torch.cumsum, torch.cumprod, torch.logcumsumexp):
-        yield Case(one.__name__, lambda x, one=one: one(x, -2), (x,), {0, 2})
+    for op in (torch.cumsum, torch.cumprod, torch.logcumsumexp):
+        yield Case(op.__name__, lambda x, op=op: op(x, -2), (x,), {0, 2})
     yield Case("_softmax", lambda x: x.softmax(-1), (x,), {0, 1})
     yield Case("_safe_softmax", lambda x: aten._safe_softmax(x, -1), (x,), {0, 1})
     yield Case("_log_softmax", lambda x: x.log_softmax(1), (x,), {0, 2})
-    for one in (torch.sum, torch.mean, torch.amax, torch.amin, torch.logsumexp, torch.prod, torch.linalg.vector_norm):
-        name = one.__name__
-        yield Case(name, lambda x, one=one: one(x, dim=1), (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
-        yield Case(name, lambda x, one=one: one(x, dim=0, keepdim=True), (x,), {1, 2}, {Axis(2): [Axis(2)]})
-        yield Case(name, lambda x, one=one: one(x, dim=-1), (x,), {0, 1})
+    for op in (torch.sum, torch.mean, torch.amax, torch.amin, torch.logsumexp, torch.prod, torch.linalg.vector_norm):
+        name = op.__name__
+        yield Case(name, lambda x, op=op: op(x, dim=1), (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
+        yield Case(name, lambda x, op=op: op(x, dim=0, keepdim=True), (x,), {1, 2}, {Axis(2): [Axis(2)]})
+        yield Case(name, lambda x, op=op: op(x, dim=-1), (x,), {0, 1})
     yield Case("max", lambda x: x.max(1)[0], (x,), {0, 1}, {Axis(0): [Axis(0)], Axis(1): [Axis(2)]})
     yield Case("min", lambda x: x.min(-1, keepdim=True)[0], (x,), {0, 1})
     yield Case("sum", lambda x: x.sum((0, -1)), ((b, s, h, d),), {0, 1}, {Axis(0): [Axis(1)], Axis(1): [Axis(2)]})
@@ -289,7 +287,11 @@ def attentions(b, s, h, d):
     masked = lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask)  # noqa: E731
     for mask, axes in {(s, s): (None, None), (b, 1, s, s): (Axis(0), None), (1, h, s, s): (None, Axis(1))}.items():
         yield Case(
-            name, masked, (q, q, q, mask), {0, 1}, {Axis(i): [Axis(i)] * 3 + [one] for i, one in enumerate(axes)}
+            name,
+            masked,
+            (q, q, q, mask),
+            {0, 1},
+            {Axis(i): [Axis(i)] * 3 + [mask_axis] for i, mask_axis in enumerate(axes)},
         )
     for kind, rest, mask in (
         ("flash", (), []),
@@ -336,9 +338,9 @@ def node_of(target, *args):
     """An operator of a graph that has nothing else than its tensors."""
     graph, values = fx.Graph(), {}
 
-    def placed(one):
+    def placed(tensor):
         node = graph.placeholder(f"x{len(values)}")
-        node.meta["val"] = values[node] = one
+        node.meta["val"] = values[node] = tensor
         return node
 
     args = tree_map_only(torch.Tensor, placed, args)
@@ -362,10 +364,10 @@ def recorded(case):
         f = torch.func.functionalize(lambda *args: case.f(*args))
         graph = make_fx(f, tracing_mode="fake")(*args).graph
         graph.eliminate_dead_code()
-        given, values = iter(args), {}
+        tensors, values = iter(args), {}
         for node in graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(tensors)
             elif node.op == "call_function":
                 values[node] = computed(node, values.__getitem__)
     return {node: value for node, value in values.items() if node.op == "call_function"}, values
@@ -394,34 +396,34 @@ def slices_of(n):
 
 def part_of(value, axis, first, count, is_list):
     if isinstance(value, (list, tuple)):
-        return [axis.part(one, first, count) for one in (value if is_list else value[:1])]
+        return [axis.part(item, first, count) for item in (value if is_list else value[:1])]
     return axis.part(value, first, count)
 
 
 def check_cut(node, axis, n, cut, values):
-    given = dict(cut.inputs)
-    assert set(given) == set(tensors_of(node)), "an input is left out"
-    assert len(given) == len(set(cut.inputs)), "an input is read along two axes at once"
-    for one, of in given.items():
-        assert of is None or of.outer * n * of.inner == shape_of(one)[of.dim], f"{of} is not {shape_of(one)}"
+    inputs = dict(cut.inputs)
+    assert set(inputs) == set(tensors_of(node)), "an input is left out"
+    assert len(inputs) == len(set(cut.inputs)), "an input is read along two axes at once"
+    for arg, of in inputs.items():
+        assert of is None or of.outer * n * of.inner == shape_of(arg)[of.dim], f"{of} is not {shape_of(arg)}"
     for first, count in sorted(slices_of(n)):
 
-        def value(one, first=first, count=count):
-            is_list = name_of(one) in LISTS
-            return values[one] if given[one] is None else part_of(values[one], given[one], first, count, is_list)
+        def value(arg, first=first, count=count):
+            is_list = name_of(arg) in LISTS
+            return values[arg] if inputs[arg] is None else part_of(values[arg], inputs[arg], first, count, is_list)
 
-        found = computed(node, value, cut.sizes, count)
+        actual = computed(node, value, cut.sizes, count)
         expected = part_of(values[node], axis, first, count, name_of(node) in LISTS)
-        if isinstance(found, (list, tuple)):
-            found = list(found)[: len(expected)]
+        if isinstance(actual, (list, tuple)):
+            actual = list(actual)[: len(expected)]
         if name_of(node).endswith(("empty", "empty_like")):
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
             continue
         tolerance = (
             0 if name_of(node) in MOVES else 1e-5 if "attention" in name_of(node) or name_of(node) == "part" else 1e-10
         )
         torch.testing.assert_close(
-            found,
+            actual,
             expected,
             rtol=tolerance,
             atol=tolerance,
@@ -447,14 +449,14 @@ def test_operators_on_slices_make_slices_of_their_results(sizes, kind):
 def test_axes_of_independent_entries_are_followed_and_no_others(sizes, kind):
     for i, case in enumerate(kind(*SIZES[sizes])):
         operators, _ = recorded(case)
-        node = [one for one in operators if name_of(one) == case.operator][-1]
+        node = [operator for operator in operators if name_of(operator) == case.operator][-1]
         shape = shape_of(node)
         dims = {dim for dim, size in enumerate(shape) if size > 1 and cut_of(node, Axis(dim), size) is not None}
         assert dims == case.dims, f"{kind.__name__} {i}: {node.target} of {shape}"
         for axis, expected in case.cuts.items():
             cut = cut_of(node, axis, shape[axis.dim] // (axis.outer * axis.inner))
-            found = cut and [of for _, of in cut.inputs]
-            assert found == expected, f"{kind.__name__} {i}: {node.target} of {shape} along {axis}"
+            actual = cut and [of for _, of in cut.inputs]
+            assert actual == expected, f"{kind.__name__} {i}: {node.target} of {shape} along {axis}"
 
 
 def test_every_rule_is_tested():
@@ -463,34 +465,34 @@ def test_every_rule_is_tested():
 
 def test_candidates_are_blocks_of_each_dimension():
     node = node_of(aten.clone.default, torch.zeros(6, 1, 4))
-    found = list(axes_of(node))
-    assert set(found) == {(axis, n) for axis, n in axes_along(node) if axis.outer == 1}
-    assert found[0] == (Axis(0), 6)
+    axes = list(axes_of(node))
+    assert set(axes) == {(axis, n) for axis, n in axes_along(node) if axis.outer == 1}
+    assert axes[0] == (Axis(0), 6)
 
 
 @pytest.mark.parametrize("axis", [Axis(1), Axis(1, 3), Axis(1, 1, 4), Axis(1, 3, 2)])
 def test_parts_are_written_where_they_are_read(axis):
     x = torch.arange(2 * 24 * 5).view(2, 24, 5)
     n = 24 // (axis.outer * axis.inner)
-    made = torch.zeros_like(x)
+    joined = torch.zeros_like(x)
     numbers = x.view(2, axis.outer, n, axis.inner, 5)
     for first, count in ((0, 1), (1, n - 2), (n - 1, 1)):
         part = axis.part(x, first, count)
         assert part.shape == (2, axis.outer * count * axis.inner, 5)
         assert torch.equal(part, numbers[:, :, first : first + count].reshape(part.shape))
-        axis.write(made, first, count, part)
-    assert torch.equal(made, x)
+        axis.write(joined, first, count, part)
+    assert torch.equal(joined, x)
 
 
 def test_results_of_a_call_that_are_cut_otherwise_are_not_followed():
     node = node_of(torch.ops.ckptkern.part.default, [torch.zeros(2, 6, 4)], [torch.zeros(4)], 0, "tokens")
     graph, shapes = node.graph, ((2, 6, 4), (2, 6, 3), (2, 8, 6), (12, 3))
-    node.meta["val"] = [torch.zeros(one) for one in shapes]
+    node.meta["val"] = [torch.zeros(shape) for shape in shapes]
     items = [graph.call_function(operator.getitem, (node, i)) for i in range(len(shapes))]
     for item, shape in zip(items, shapes, strict=True):
         item.meta["val"] = torch.zeros(shape)
-    assert all(cut_of(one, axis, n) for one in items[:2] for axis, n in ((Axis(0), 2), (Axis(1), 6)))
-    assert not any(cut_of(one, axis, n) for one in items[2:] for axis, n in axes_of(one))
+    assert all(cut_of(item, axis, n) for item in items[:2] for axis, n in ((Axis(0), 2), (Axis(1), 6)))
+    assert not any(cut_of(item, axis, n) for item in items[2:] for axis, n in axes_of(item))
 
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
@@ -509,7 +511,7 @@ def test_attention_computes_what_its_backward_reads(name):
     with Watch():
         for is_trained in (True, False):
             with torch.set_grad_enabled(is_trained):
-                run(node, lambda one: one)
+                run(node, lambda operand: operand)
     assert seen == [True, False]
 
 
@@ -529,19 +531,21 @@ def check_in_slices(module, args, name, slices=3):
     """Compares results and gradients with those of the forward at once. Returns the stages, None if it is not cut."""
     parts = Parts()
     parts.slices = slices
-    expected, found = (tree_leaves(one) for one in (module(*args), parts(module, 2**20, tuple(args), {})))
-    torch.testing.assert_close(found, expected, msg=lambda text: f"{name}: {parts.why} {text}")
-    trained = [one for one in (*args, *module.parameters()) if isinstance(one, torch.Tensor) and one.requires_grad]
+    expected, actual = (tree_leaves(outputs) for outputs in (module(*args), parts(module, 2**20, tuple(args), {})))
+    torch.testing.assert_close(actual, expected, msg=lambda text: f"{name}: {parts.why} {text}")
+    trained = [
+        tensor for tensor in (*args, *module.parameters()) if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
     pairs = [
         (ours, theirs, torch.randn_like(ours))
-        for ours, theirs in zip(found, expected, strict=True)
+        for ours, theirs in zip(actual, expected, strict=True)
         if theirs.requires_grad
     ]
     if pairs:
         ours, theirs, grads = zip(*pairs, strict=True)
         ours, theirs = (
-            torch.autograd.grad(one, trained, grads, materialize_grads=True, allow_unused=True)
-            for one in (ours, theirs)
+            torch.autograd.grad(outputs, trained, grads, materialize_grads=True, allow_unused=True)
+            for outputs in (ours, theirs)
         )
         torch.testing.assert_close(ours, theirs, msg=lambda text: f"gradients of {name}: {text}")
     (plan,) = parts.plans.values()
@@ -553,7 +557,7 @@ def check_in_slices(module, args, name, slices=3):
 def test_functions_in_slices_have_the_gradients_of_the_whole(sizes, kind):
     for case in kind(*SIZES[sizes]):
         if not isinstance(case.f, torch._ops.OpOverload) and "empty" not in case.operator:
-            args = [one.requires_grad_(one.is_floating_point()) for one in case.arguments()]
+            args = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in case.arguments()]
             stages = check_in_slices(Function(case.f), args, case.operator)
             is_given = case.operator in ("zeros", "ones", "full")  # computed of nothing
             assert not case.dims or is_given or any(stage.axes for stage in stages), case.operator

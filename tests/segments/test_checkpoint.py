@@ -69,7 +69,7 @@ def test_hooks_around_a_region_see_its_arguments_and_may_copy_them():
         y = checkpoint(function, x, [x], named=x)
     assert len(packed) == 1
     assert packed[0] is x
-    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (y, function(x, [x], named=x))))
+    assert torch.equal(*(torch.autograd.grad(output.sum(), x)[0] for output in (y, function(x, [x], named=x))))
     assert seen == [True] * 3
 
 
@@ -174,18 +174,18 @@ def test_state_after_an_error_in_forward_and_a_read_without_gradients():
 
 def test_a_first_result_read_in_recompute():
     """A backward pass inside the recompute that needs the first run's tensors: the region recomputes inside itself."""
-    stored, given = [], leaf(3)
+    stored, outer = [], leaf(3)
 
     def function(x):
         side = x.sin().exp()
         stored.append(side)
         if len(stored) == 2:  # its placeholders are those of the region that is being recomputed
-            (grad,) = torch.autograd.grad(stored[0].sum(), given, retain_graph=True)
+            (grad,) = torch.autograd.grad(stored[0].sum(), outer, retain_graph=True)
             assert torch.equal(grad, side.detach() * x.detach().cos())
         return x.cos().exp()
 
-    y = checkpoint(function, given, early_stop=False)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), given)[0], -given.cos().exp() * given.sin())
+    y = checkpoint(function, outer, early_stop=False)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), outer)[0], -outer.cos().exp() * outer.sin())
     assert len(stored) == 3
 
 
@@ -202,11 +202,11 @@ def test_compiled_around_and_inside():
 
     inner = torch.compile(model, backend="aot_eager")
     compiled = torch.compile(around, backend="aot_eager", fullgraph=True)
-    found, inside, wanted = (
+    actual, inside, wanted = (
         torch.autograd.grad(y.sum(), [x, *model.parameters()])
         for y in (compiled(x), checkpoint(inner, x).sin(), model(x).sin())
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(inside, wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(Exception, match=r"not supported under torch\.compile"):
         torch.compile(lambda x: checkpoint(model, x, determinism_check="values"), backend="eager", fullgraph=True)(x)

@@ -57,7 +57,7 @@ class Heads(nn.Module):
         B, S, _ = x.shape
         q, k, v = self.qkv(x).split([D, D // 2, D // 2], -1)
         q = q.view(B, S, H, -1).transpose(1, 2)
-        k, v = (one.view(B, S, H // 2, -1).transpose(1, 2).repeat_interleave(2, 1) for one in (k, v))
+        k, v = (heads.view(B, S, H // 2, -1).transpose(1, 2).repeat_interleave(2, 1) for heads in (k, v))
         scores = q @ k.transpose(-1, -2) * D**-0.5
         if self.mask:
             scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -1e9)
@@ -74,7 +74,7 @@ class Scan(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, _ = x.shape
-        q, k, v = (one(x).view(B, S, H, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (linear(x).view(B, S, H, -1).transpose(1, 2) for linear in (self.q, self.k, self.v))
         state, y = q.new_zeros(B, H, D // H, D // H), torch.zeros_like(v)
         for i in range(0, S, 32):
             at = slice(i, i + 32)
@@ -104,7 +104,7 @@ def in_parts(layer: nn.Module, slices: int = 0, workspace: int = 2**16) -> tuple
 
 def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-5) -> None:
     for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).norm() <= tolerance * max(float(one.norm()) for one in (b, theirs[0]))
+        assert (a - b).norm() <= tolerance * max(float(tensor.norm()) for tensor in (b, theirs[0]))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -155,11 +155,11 @@ def test_second_derivatives():
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(1, 16, D, requires_grad=True)
     _, run = in_parts(layer, 3)
-    found = []
+    results = []
     for forward in (run, layer.forward):
         (gradient,) = torch.autograd.grad(forward(x).square().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(gradient.square().sum(), [x, layer.wide.weight]))
-    assert_close(*found, tolerance=1e-4)
+        results.append(torch.autograd.grad(gradient.square().sum(), [x, layer.wide.weight]))
+    assert_close(*results, tolerance=1e-4)
 
 
 class Experts(nn.Module):
@@ -194,7 +194,7 @@ class Biased(nn.Module):
         at = torch.arange(S)
         distance = (at[None, :] - at[:, None]).abs().float()
         bias = self.table((distance + 1).log().mul(3).long().clamp(max=15)).permute(2, 0, 1)[None]
-        q, k, v = (one.view(B, S, H, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        q, k, v = (heads.view(B, S, H, -1).transpose(1, 2) for heads in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, bias)
         return x + y.transpose(1, 2).reshape(B, S, D), bias, torch.zeros(1, H, S, S)
 
@@ -241,9 +241,9 @@ def test_what_is_computed_of_a_small_table_is_cut_and_what_has_no_gradient_gets_
         results.append([y.detach(), bias.detach(), *(p.grad for p in layer.parameters())])
     assert_close(*results)
     (plan,) = parts.plans.values()
-    made = {name_of(one): stage for stage in plan.stages for one in stage.results}
-    assert made["embedding"].n == S
-    assert made["embedding"].length < S
+    stage_of = {name_of(result): stage for stage in plan.stages for result in stage.results}
+    assert stage_of["embedding"].n == S
+    assert stage_of["embedding"].length < S
 
 
 def test_scores_that_a_layer_returns_are_computed_where_they_are_read():
@@ -256,7 +256,7 @@ def test_scores_that_a_layer_returns_are_computed_where_they_are_read():
     torch.manual_seed(0)
     layer, x = Returns(), torch.randn(1, S, D)
     parts, run = in_parts(layer, 3)
-    assert_close([one.detach() for one in run(x)], [one.detach() for one in layer(x)])
+    assert_close([output.detach() for output in run(x)], [output.detach() for output in layer(x)])
     (plan,) = parts.plans.values()
     handed = {node.name for stage in plan.stages for node in stage.results if node.meta["val"].shape[-1] == S}
     assert len(handed) == 1, "the result alone has a column for each token"
@@ -268,8 +268,8 @@ def test_slices_of_a_loop_launch_so_many_operators_at_most(monkeypatch):
     class Loop(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             state, states = torch.zeros_like(x[:, 0]), []
-            for one in x.unbind(1):
-                state = torch.tanh(state + one)
+            for row in x.unbind(1):
+                state = torch.tanh(state + row)
                 states.append(state)
             return torch.stack(states, 1)
 
@@ -305,7 +305,7 @@ def test_what_samples_or_writes_is_not_cut():
         for _ in range(3):
             run(x)
         assert list(parts.plans.values()) == [None]
-        assert any(one in parts.why for one in why.split("|")), parts.why
+        assert any(reason in parts.why for reason in why.split("|")), parts.why
         if isinstance(layer, Writes):
             assert layer.count.tolist() == [4, 4, 4]
 
@@ -380,7 +380,7 @@ def test_gradients_that_a_forward_switches_off_stay_off():
     layer, x = Stops(), torch.randn(1, 32, D)
     parts, run = in_parts(layer, 3)
     assert_close(step(layer, x, lambda x: run(x)[0]), step(layer, x, lambda x: layer(x)[0]))
-    assert [one.requires_grad for one in run(x)] == [True, False]
+    assert [output.requires_grad for output in run(x)] == [True, False]
     assert None not in parts.plans.values()
     layer = Writes()
     parts, run = in_parts(layer, 3)

@@ -147,9 +147,9 @@ def nested_arguments(run):
 def containers_that_change(run):
     """Recompute uses the arguments as they were given."""
     x = leaf(3)
-    given = [x]
-    y = run(lambda given: given[0].sin(), given)
-    given.clear()
+    arguments = [x]
+    y = run(lambda values: values[0].sin(), arguments)
+    arguments.clear()
     return y, x
 
 
@@ -316,20 +316,20 @@ def step(name, run, backward=torch.autograd.grad):
     """What a step with `run` leaves, by name; `backward` is called with torch.autograd.grad's arguments."""
     torch.manual_seed(3)
     y, *watched = REGIONS[name](run)
-    found = {"y": y.detach().clone(), "generator after forward": torch.get_rng_state()}
+    results = {"y": y.detach().clone(), "generator after forward": torch.get_rng_state()}
     torch.randn(1)  # backward starts from another state
     state = {
         f"{i}.{key}": t
-        for i, one in enumerate(watched)
-        if isinstance(one, nn.Module)
-        for key, t in one.state_dict(keep_vars=True).items()
+        for i, module in enumerate(watched)
+        if isinstance(module, nn.Module)
+        for key, t in module.state_dict(keep_vars=True).items()
     }
     state |= {str(i): t for i, t in enumerate(watched) if isinstance(t, torch.Tensor)}
     trained = {key: t for key, t in state.items() if t.requires_grad}
     grads = backward(y, list(trained.values()), torch.linspace(-1, 1, y.numel()).view_as(y), allow_unused=True)
-    found |= {f"gradient of {key}": grad for key, grad in zip(trained, grads, strict=True)}
-    found |= {f"value of {key}": t.detach().clone() for key, t in state.items()}
-    return found | {"generator after backward": torch.get_rng_state(), "next numbers": torch.randn(3)}
+    results |= {f"gradient of {key}": grad for key, grad in zip(trained, grads, strict=True)}
+    results |= {f"value of {key}": t.detach().clone() for key, t in state.items()}
+    return results | {"generator after backward": torch.get_rng_state(), "next numbers": torch.randn(3)}
 
 
 def assert_as_plain(name, run, backward=torch.autograd.grad):

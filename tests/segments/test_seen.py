@@ -31,13 +31,13 @@ IN_PLACE = {"a parameter in place": "gain", "a buffer in place": "shift", "a ten
 @pytest.mark.parametrize("name", CASES)
 def test_a_recompute_sees_what_forward_saw(name, way):
     case = CASES[name]
-    found, plain = gradient(case, way), gradient(case, None)
+    actual, plain = gradient(case, way), gradient(case, None)
     if name in IN_PLACE:
         assert isinstance(plain, RuntimeError)  # as it is with regions
-        assert isinstance(found, CheckpointError)
-        assert f"{IN_PLACE[name]}'" in str(found)
+        assert isinstance(actual, CheckpointError)
+        assert f"{IN_PLACE[name]}'" in str(actual)
         return
-    assert verdict(found, plain, gradient(case._replace(between=nothing), None)) == "right", found
+    assert verdict(actual, plain, gradient(case._replace(between=nothing), None)) == "right", actual
 
 
 # What torch's non-reentrant checkpoint does where its gradients are not wrong: the table of docs/migration.md.
@@ -51,8 +51,8 @@ TORCHS = {
 def test_what_torchs_recompute_sees(name):
     case = CASES[name]
     plain, unchanged = gradient(case, None), gradient(case._replace(between=nothing), None)
-    found = verdict(gradient(case, None, TORCH), plain, unchanged)
-    assert found == TORCHS[name] if name in TORCHS else found.endswith(" off"), found
+    outcome = verdict(gradient(case, None, TORCH), plain, unchanged)
+    assert outcome == TORCHS[name] if name in TORCHS else outcome.endswith(" off"), outcome
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -106,10 +106,10 @@ COMPLEX = torch.complex(torch.arange(6.0), torch.arange(6.0) - 2.5).conj()
 @pytest.mark.parametrize("scale", [COMPLEX, COMPLEX.imag], ids=["conjugate", "negative"])
 def test_a_buffer_of_lazily_changed_sign(scale):
     x = sample()
-    found, plain = (
+    actual, plain = (
         torch.autograd.grad(call(x).sum(), x) for call in (functools.partial(checkpoint, Scaled(scale)), Scaled(scale))
     )
-    assert torch.equal(found[0], plain[0])
+    assert torch.equal(actual[0], plain[0])
 
 
 def test_submodules_that_compare_as_tensors():
@@ -132,15 +132,15 @@ class Counted(nn.Module):
 
 def test_forward_adds_an_attribute_to_a_module_whose_buffers_are_none():
     model, x = Counted(), sample()
-    (found,) = torch.autograd.grad(checkpoint(model, x).sum(), x)
-    assert torch.equal(found, x.exp())
+    (grad,) = torch.autograd.grad(checkpoint(model, x).sum(), x)
+    assert torch.equal(grad, x.exp())
     assert (model.calls, model._buffers) == (1, {"cache": None})
 
 
 def test_an_argument_that_says_it_is_a_dict():
     x = sample()
-    (found,) = torch.autograd.grad(checkpoint(lambda x, _: x.exp(), x, mock.Mock(spec=dict)).sum(), x)
-    assert torch.equal(found, x.exp())
+    (grad,) = torch.autograd.grad(checkpoint(lambda x, _: x.exp(), x, mock.Mock(spec=dict)).sum(), x)
+    assert torch.equal(grad, x.exp())
 
 
 def test_a_sparse_leaf_of_a_region_that_is_asked_for_a_part():
@@ -277,16 +277,16 @@ CAPTURED = {
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_what_a_function_captures(name, early_stop):
-    found = []
+    results = []
     for run in (lambda function, x: function(x), functools.partial(checkpoint, early_stop=early_stop)):
         torch.manual_seed(0)
         function, between = CAPTURED[name]()
         x = torch.linspace(-1, 1, 3, requires_grad=True)
         y = run(function, x)
         between()
-        found.append(torch.autograd.grad(y.sum(), x)[0])
-        found.append(function(x.detach()) if "module" not in name else found[-1])  # what was left behind
-    torch.testing.assert_close(found[2:], found[:2], rtol=0, atol=0)
+        results.append(torch.autograd.grad(y.sum(), x)[0])
+        results.append(function(x.detach()) if "module" not in name else results[-1])  # what was left behind
+    torch.testing.assert_close(results[2:], results[:2], rtol=0, atol=0)
 
 
 SCALES: list[Tensor] = []
@@ -312,7 +312,7 @@ def test_what_a_recompute_does_not_read_may_change():
     """As where an optimizer steps in backward: a closure reaches the whole model, and the region runs one layer."""
     layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)) for _ in range(3)).double()
     x = torch.randn(4, 3, dtype=torch.double, requires_grad=True)
-    found = []
+    grads = []
     for run in (checkpoint, lambda function, x: function(x)):
         for m in layers.modules():
             if isinstance(m, nn.BatchNorm1d):
@@ -321,8 +321,8 @@ def test_what_a_recompute_does_not_read_may_change():
         y = layers[2](first)
         with torch.no_grad():
             layers[1][0].weight.mul_(1.5)
-        found.append(torch.autograd.grad(y.square().sum(), [x, *layers[0].parameters()]))
-    torch.testing.assert_close(*found)
+        grads.append(torch.autograd.grad(y.square().sum(), [x, *layers[0].parameters()]))
+    torch.testing.assert_close(*grads)
 
 
 def test_a_large_buffer_that_forward_updates_is_an_error():
@@ -397,13 +397,13 @@ def test_a_consumed_container_is_whole_again(name):
         seen.append(t)
         return t
 
-    given = make(x * 1)
+    container = make(x * 1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = checkpoint(lambda c: take(c).sin().exp(), given)
-    assert type(given) is type(make(x * 1))
-    (found,) = torch.autograd.grad(y.sum(), x)
+        y = checkpoint(lambda c: take(c).sin().exp(), container)
+    assert type(container) is type(make(x * 1))
+    (grad,) = torch.autograd.grad(y.sum(), x)
     (plain,) = torch.autograd.grad(take(make(x * 1)).sin().exp().sum(), x)
-    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    torch.testing.assert_close(grad, plain, rtol=0, atol=0)
     assert seen  # hooks around the region, such as a store's
 
 
@@ -411,9 +411,9 @@ def test_a_model_output_is_whole_again():
     output = pytest.importorskip("transformers.modeling_outputs").BaseModelOutput
     x = torch.linspace(-1, 1, 4, requires_grad=True)
 
-    def function(given):
-        h = given.last_hidden_state * len(given.keys())
-        given["last_hidden_state"] = None
+    def function(output):
+        h = output.last_hidden_state * len(output.keys())
+        output["last_hidden_state"] = None
         return h.sin().exp()
 
     y = checkpoint(function, output(last_hidden_state=x * 1))
@@ -460,15 +460,15 @@ def test_a_recompute_ends_after_the_kernel_that_fills_what_it_saved(name, check)
         "norm and rrelu": lambda x: F.rrelu(F.layer_norm(x, x.shape[-1:]), training=True) + 1,
         "linear and rrelu in place": lambda x: F.rrelu(x * 2, training=True, inplace=True),
     }
-    found = []
+    grads = []
     for run in (functions[name], lambda x: checkpoint(functions[name], x, determinism_check=check)):
         torch.manual_seed(0)
         x = torch.randn(64, 33, requires_grad=True)
         y = run(x)
         junk = [torch.full((64, 33), float("nan")) for _ in range(4)]  # what the allocator hands out next
         del junk
-        found.append(torch.autograd.grad(y.sum(), x)[0])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        grads.append(torch.autograd.grad(y.sum(), x)[0])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_a_region_that_reaches_nothing_saves_nothing():
@@ -498,14 +498,14 @@ def test_graphs_of_earlier_steps_are_freed():
         for _ in range(4):
             checkpoint(model, torch.randn(2, 3)).sum().backward()
             old.append(weakref.ref(model.loss))
-        assert [one() is not None for one in old] == [False, False, False, True]
+        assert [reference() is not None for reference in old] == [False, False, False, True]
     finally:
         gc.enable()
 
 
 def test_names_of_attributes_are_no_globals():
     held = reachable_of(lambda x: x.SCALES.bit_length(), ())[1]
-    assert not any(one is SCALES for one in held)
+    assert not any(value is SCALES for value in held)
 
 
 def test_an_error_while_the_state_is_put_back_leaves_it_as_it_was():
@@ -542,8 +542,8 @@ def test_hooks_that_an_early_stop_leaves_behind_are_those_of_no_other_module():
     model.register_forward_hook(lambda *_: None)
     torch.autograd.grad(y.sum(), x)
     assert len(model._forward_hooks) == 1
-    found = torch.autograd.grad(checkpoint(lambda x: other(x).exp(), x).sum(), x)
-    torch.testing.assert_close(found, torch.autograd.grad(other(x).exp().sum(), x))
+    grads = torch.autograd.grad(checkpoint(lambda x: other(x).exp(), x).sum(), x)
+    torch.testing.assert_close(grads, torch.autograd.grad(other(x).exp().sum(), x))
 
 
 class Sharing(nn.Module):
@@ -674,16 +674,16 @@ def test_a_list_of_layers_that_changes(how):
         "delete and append": lambda layers: (layers.__delitem__(0), layers.append(nn.Linear(3, 3))),
         "append": lambda layers: layers.append(nn.ReLU()),
     }
-    found = []
+    grads = []
     for run in (checkpoint, lambda function, x: function(x)):
         torch.manual_seed(0)
         layers, x = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), torch.randn(2, 3, requires_grad=True)
         y = run(lambda x, layers=layers: layers(x).exp(), x)
         changes[how](layers)
         names = list(layers._modules)
-        found.append(torch.autograd.grad(y.sum(), x))
+        grads.append(torch.autograd.grad(y.sum(), x))
         assert list(layers._modules) == names
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*grads)
 
 
 def test_a_compiled_layer_where_the_optimizer_steps_in_backward():
@@ -692,7 +692,7 @@ def test_a_compiled_layer_where_the_optimizer_steps_in_backward():
     def step(run):
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))
-        compiled = [torch.compile(one, backend="aot_eager") for one in layers]
+        compiled = [torch.compile(layer, backend="aot_eager") for layer in layers]
         for p in layers.parameters():
             p.register_post_accumulate_grad_hook(sgd)
         x = torch.randn(2, 3, requires_grad=True)

@@ -37,11 +37,11 @@ def assert_same(y, expected, *trained, cut=lambda y: y):
     assert y.requires_grad == expected.requires_grad == bool(trained)
     if trained:
         dy = torch.randn_like(cut(y))
-        found, again, wanted = (
-            torch.autograd.grad(cut(one), trained, dy, retain_graph=True) for one in (y, y, expected)
+        actual, again, wanted = (
+            torch.autograd.grad(cut(output), trained, dy, retain_graph=True) for output in (y, y, expected)
         )
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(again, found, rtol=0, atol=0)
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(again, actual, rtol=0, atol=0)
 
 
 # -- the same function ------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_peak_is_input_output_gradients_and_workspace(name):
     # sums and a chunk's; of 16 bits also its cast and matmuls' float32 copies
     gradients = (8 if dtype == torch.bfloat16 else 2) * sum(p.nbytes for p in fn.parameters())
     states = 4096 * 128  # random state of each chunk
-    assert [one[2] for one in saved.tensors] == [x.nbytes]
+    assert [row[2] for row in saved.tensors] == [x.nbytes]
     assert y.nbytes <= forward.bytes <= y.nbytes + workspace + states
     assert x.nbytes <= backward.bytes <= x.nbytes + workspace + gradients
     assert name != "norm" or backward.bytes < 2 * x.nbytes, "two gradients of the input"
@@ -267,12 +267,12 @@ REFUSED = [
     ({"chunks": True}, ValueError, "chunks must be a positive int"),
     ({"dim": 3}, ValueError, r"dim must be a dimension of x, which has shape \(2, 150, 8\), but is 3"),
     ({"workspace": "much"}, ValueError, "tiled: workspace must be"),
-    ({"chunks": 2, "workspace": 4}, ValueError, "chunks and workspace both say how long a chunk is"),
+    ({"chunks": 2, "workspace": 4}, ValueError, "chunks and workspace both set a chunk's length"),
     ({"x": [1]}, TypeError, "x must be a tensor, not list"),
     ({"fn": 3}, TypeError, "fn must be a function or module of one tensor, not int"),
     ({"fn": lambda x: (x, x)}, TypeError, "must return a tensor, but returned a tuple"),
-    ({"fn": lambda x: x.sum()}, ShapeError, r"got 75 tokens and returned shape \(\)"),
-    ({"fn": lambda x: x[:, :3]}, ShapeError, r"got 75 tokens and returned shape \(2, 3, 8\)"),
+    ({"fn": lambda x: x.sum()}, ShapeError, r"got 75 tokens but returned shape \(\)"),
+    ({"fn": lambda x: x[:, :3]}, ShapeError, r"got 75 tokens but returned shape \(2, 3, 8\)"),
 ]
 
 
@@ -286,7 +286,7 @@ def test_bad_arguments(how, kind, message):
 def test_what_fake_tensors_cannot_run_needs_chunks():
     x = tokens((1, 512, WIDTH))
     fn = lambda x: x * (x.sum().item() != 0)  # noqa: E731
-    with pytest.raises(RuntimeError, match=r"does not run on fake tensors, .*: give chunks"):
+    with pytest.raises(RuntimeError, match=r"does not run on fake tensors, .*: pass chunks"):
         tiled(fn, x)
     assert tiled(fn, x, 2).shape == x.shape
 
@@ -305,7 +305,7 @@ NOT_TOKEN_WISE = {
     "mean": (Calls(lambda x: x - x.mean(-2, keepdim=True)), r"depends on other tokens \(in 1: Calls\)"),
     "position": (
         Calls(lambda x: x + torch.arange(x.shape[-2], dtype=x.dtype)[:, None]),
-        "tokens 50 to 99 alone give another output than among the others",
+        "run alone, tokens 50 to 99 give an output that differs",
     ),
     "batch norm": (nn.BatchNorm1d(WIDTH).double(), "is not token-wise along dimension 0.* 1: BatchNorm1d"),
     "mixer": (nn.Conv1d(TOKENS, TOKENS, 1).double(), r"depends on other tokens \(in 1: Conv1d\)"),

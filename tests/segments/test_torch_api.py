@@ -40,7 +40,7 @@ needs_2_14 = pytest.mark.skipif(not KNOWS_HOOKS, reason="new in torch 2.14")
 
 def keywords(function):
     parameters = inspect.signature(function).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def test_the_running_torch_is_as_the_table_says():
@@ -49,11 +49,11 @@ def test_the_running_torch_is_as_the_table_says():
     assert keywords(torchs) == RELEASES[RUNNING]
     assert keywords(torchs).keys() <= keywords(ckptkern.checkpoint).keys()
     (function, args, *_, kwargs), (ours, *others, last) = (
-        inspect.signature(one).parameters.values() for one in (torchs, ckptkern.checkpoint)
+        inspect.signature(f).parameters.values() for f in (torchs, ckptkern.checkpoint)
     )
-    assert [one.kind for one in (function, args, kwargs)] == [one.kind for one in (ours, others[0], last)]
+    assert [p.kind for p in (function, args, kwargs)] == [p.kind for p in (ours, others[0], last)]
     assert function.default is (None if KNOWS_HOOKS else inspect.Parameter.empty)
-    assert [one.name for one in CheckpointPolicy] == POLICIES
+    assert [policy.name for policy in CheckpointPolicy] == POLICIES
     sequential = inspect.signature(torch_checkpoint.checkpoint_sequential).parameters
     assert list(sequential) == ["functions", "segments", "input", "use_reentrant", "kwargs"]
 
@@ -98,7 +98,7 @@ def test_calls_of_2_14_work_on_every_torch(call, patched):
     with ckptkern.patch_torch() if patched else contextlib.nullcontext():
         y = CALLS[call](torch_checkpoint.checkpoint if patched else ckptkern.checkpoint, x)
     assert torch.equal(y, f(x))
-    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (y, f(x))))
+    assert torch.equal(*(torch.autograd.grad(output.sum(), x)[0] for output in (y, f(x))))
 
 
 def decorates(patched):
@@ -205,8 +205,8 @@ class Matmuls:
         return torch.autograd.grad(y.square().sum(), (self.x, self.w))
 
     def check(self, y):
-        for found, wanted in zip(self.gradients(y), self.expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for actual, wanted in zip(self.gradients(y), self.expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 class Elsewhere:
@@ -244,7 +244,7 @@ def run_selective(checkpoint, respect, context_fn=saved_matmuls, function=None):
         counted.check(y)
     else:
         y.sum().backward()
-    return hooks, [one.category for one in caught]
+    return hooks, [warning.category for warning in caught]
 
 
 @pytest.mark.parametrize("respect", [None, False, True])
@@ -372,7 +372,7 @@ def test_stores_of_ckptkern_take_what_a_policy_saves(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_policys_tensors_leave_the_gpu():
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
-    found = {}
+    results = {}
     (x @ x).sum().backward()  # cuBLAS's workspace is there from now on
     for respect in (False, True):
         before = torch.cuda.memory_allocated()
@@ -380,10 +380,10 @@ def test_a_policys_tensors_leave_the_gpu():
             y = ckptkern.checkpoint(
                 lambda x: (x @ x).sin(), x, context_fn=saved_matmuls, respect_saved_tensors_hooks=respect
             )
-        found[respect] = torch.cuda.memory_allocated() - before, torch.autograd.grad(y.sum(), x)[0]
+        results[respect] = torch.cuda.memory_allocated() - before, torch.autograd.grad(y.sum(), x)[0]
         del y
-    assert found[False][0] - found[True][0] == x.nbytes
-    assert torch.equal(found[False][1], found[True][1])
+    assert results[False][0] - results[True][0] == x.nbytes
+    assert torch.equal(results[False][1], results[True][1])
 
 
 # -- offload policies --------------------------------------------------------------------------------------------------

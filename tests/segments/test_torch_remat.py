@@ -57,8 +57,8 @@ def test_a_layer_in_a_checkpoint(saved):
     layer, x = Layer(0.5, saved), torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
     wanted, plain = step(layer, x, layer)
     layer.calls.update(attention=0, mlp=0)
-    found, held = step(layer, x, remat.checkpoint(region_name="layer", recompute_state_hooks=(Generator(),))(layer))
-    assert all(map(torch.equal, found, wanted))
+    actual, held = step(layer, x, remat.checkpoint(region_name="layer", recompute_state_hooks=(Generator(),))(layer))
+    assert all(map(torch.equal, actual, wanted))
     assert layer.calls == {"attention": 1 if saved else 2, "mlp": 2}
     assert plain > 8 * TENSOR
     assert held == TENSOR if not saved else TENSOR < held < plain / 2

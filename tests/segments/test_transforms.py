@@ -171,16 +171,16 @@ TRANSFORMS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_transforms_are_those_of_the_plain_function(way, transform):
     model, plain = models(way)
-    found, expected = (tree_leaves(TRANSFORMS[transform](one)) for one in (model, plain))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (tree_leaves(TRANSFORMS[transform](m)) for m in (model, plain))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_decorated_methods_and_composed_layers(transform):
     model, plain = Model(PLAIN, Decorated), Model(PLAIN)
     plain.load_state_dict(model.state_dict())
-    found, expected = (tree_leaves(TRANSFORMS[transform](one.double())) for one in (model, plain))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (tree_leaves(TRANSFORMS[transform](m.double())) for m in (model, plain))
+    torch.testing.assert_close(actual, expected)
 
 
 # -- functional_call
@@ -193,18 +193,18 @@ GIVEN = {  # what stands in the place of each parameter and buffer
 }
 
 
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("kind", GIVEN)
 @pytest.mark.parametrize("way", [*WAYS, "decorated"])
-def test_functional_call(way, given):
+def test_functional_call(way, kind):
     """Backward runs after it, when the module has its own parameters back."""
     model, plain = models(way) if way != "decorated" else (Model(PLAIN, Decorated).double(), Model(PLAIN).double())
     plain.load_state_dict(model.state_dict())
     own = dict(model.named_parameters())
 
     def gradients(model):
-        state = {name: GIVEN[given](one) for name, one in own.items()}
-        leaves = [*own.values()] if given == "results" else [*state.values()]
-        buffers = {name: one * 3 for name, one in model.named_buffers()}
+        state = {name: GIVEN[kind](p) for name, p in own.items()}
+        leaves = [*own.values()] if kind == "results" else [*state.values()]
+        buffers = {name: buffer * 3 for name, buffer in model.named_buffers()}
         result = functional_call(model, (state, buffers), (tokens(),))
         return torch.autograd.grad(result.square().sum(), leaves)
 
@@ -215,9 +215,9 @@ def test_functional_call(way, given):
 def test_functional_call_updates_its_own_statistics_once():
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     before = copy.deepcopy(layer.state_dict())
-    buffers = {name: one.clone() for name, one in layer.named_buffers()}
-    expected = {name: one.clone() for name, one in layer.named_buffers()}
-    state = {name: (2 * one.detach()).requires_grad_() for name, one in layer.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    expected = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    state = {name: (2 * p.detach()).requires_grad_() for name, p in layer.named_parameters()}
     x = torch.randn(5, WIDTH)
     y = functional_call(nn.Sequential(layer), _prefixed({**state, **expected}), (x,))
     wanted = torch.autograd.grad(y.square().sum(), [*state.values()])
@@ -230,12 +230,12 @@ def test_functional_call_updates_its_own_statistics_once():
 
 
 def _prefixed(state, prefix="0"):
-    return {f"{prefix}.{name}": one for name, one in state.items()}
+    return {f"{prefix}.{name}": tensor for name, tensor in state.items()}
 
 
 def test_a_change_in_place_of_a_given_tensor_is_an_error():
     model, _ = models("within")
-    state = {name: one * 2 for name, one in model.named_parameters()}
+    state = {name: p * 2 for name, p in model.named_parameters()}
     y = functional_call(model, state, (tokens(),))
     with torch.no_grad():
         state["layers.0.inner.weight"].mul_(2)
@@ -246,11 +246,11 @@ def test_a_change_in_place_of_a_given_tensor_is_an_error():
 def test_a_parameter_that_was_exchanged_in_between():
     model, plain = models("checkpoint")
     y, expected = model(tokens()), plain(tokens())
-    for one in (model, plain):
-        one.layers[0].outer.weight = nn.Parameter(torch.zeros(WIDTH, 2 * WIDTH, dtype=torch.float64))
-    own = [[layer.inner.weight for layer in one.layers] for one in (model, plain)]
-    found, wanted = torch.autograd.grad(y.sum(), own[0]), torch.autograd.grad(expected.sum(), own[1])
-    torch.testing.assert_close(found, wanted)
+    for m in (model, plain):
+        m.layers[0].outer.weight = nn.Parameter(torch.zeros(WIDTH, 2 * WIDTH, dtype=torch.float64))
+    own = [[layer.inner.weight for layer in m.layers] for m in (model, plain)]
+    actual, wanted = torch.autograd.grad(y.sum(), own[0]), torch.autograd.grad(expected.sum(), own[1])
+    torch.testing.assert_close(actual, wanted)
 
 
 # -- parametrize.cached
@@ -298,13 +298,13 @@ def cached_step(model, between, times=2, inside=False):
         if inside:
             return torch.autograd.grad(y.square().sum(), leaves)
     between(model)
-    found = torch.autograd.grad(y.square().sum(), leaves)
+    grads = torch.autograd.grad(y.square().sum(), leaves)
     assert not parametrize._cache
     assert parametrize._cache_enabled == 0
-    return found
+    return grads
 
 
-@pytest.mark.parametrize("between", [nothing, changed], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("between", [nothing, changed], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("way", [*WAYS, "decorated"])
 def test_cached_weights_are_those_of_forward(way, between):
     model, plain = models(way) if way != "decorated" else (Model(PLAIN, Decorated).double(), Model(PLAIN).double())
@@ -329,14 +329,14 @@ def test_backward_inside_of_cached(way):
 def test_only_backward_inside_of_cached():
     """Forward had a weight for each call."""
     model, plain = models("within")
-    found = []
-    for one in (parametrized(model), parametrized(plain)):
+    grads = []
+    for m in (parametrized(model), parametrized(plain)):
         torch.manual_seed(2)
-        y = one(one(tokens()))
+        y = m(m(tokens()))
         with parametrize.cached():
-            found.append(torch.autograd.grad(y.square().sum(), [*one.parameters()]))
+            grads.append(torch.autograd.grad(y.square().sum(), [*m.parameters()]))
             assert not parametrize._cache
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*grads)
 
 
 def test_a_region_whose_weights_are_cached_saves_its_input():
@@ -366,25 +366,25 @@ def test_a_change_in_place_of_a_cached_weight_is_an_error():
 
 
 @pytest.mark.parametrize("how", ["grad", "functional_call", "cached"])
-@pytest.mark.parametrize("what", ["composed", "converted"])
-def test_layers_that_call_their_submodules_and_groups_of_layers(what, how):
+@pytest.mark.parametrize("change", ["composed", "converted"])
+def test_layers_that_call_their_submodules_and_groups_of_layers(change, how):
     """composed: an adapter makes a layer call its submodules. converted: into regions of two layers."""
     torch.manual_seed(0)
 
     def layer():
-        made = ckptkern.nn.MLP(WIDTH, recompute="full")
-        if what == "composed":
-            made.fc1 = Adapted(made.fc1)
-        return made
+        mlp = ckptkern.nn.MLP(WIDTH, recompute="full")
+        if change == "composed":
+            mlp.fc1 = Adapted(mlp.fc1)
+        return mlp
 
     model = nn.Sequential(*(layer() for _ in range(4))).double()
     plain = copy.deepcopy(model)
-    for one in plain:
-        one.recompute = "none"
-    if what == "converted":
+    for mlp in plain:
+        mlp.recompute = "none"
+    if change == "converted":
         ckptkern.convert(model, tokens(), recompute="full", every=2)
-    expected, found = (_of_layers(one, how) for one in (plain, model))
-    torch.testing.assert_close(found, expected)
+    expected, actual = (_of_layers(layers, how) for layers in (plain, model))
+    torch.testing.assert_close(actual, expected)
 
 
 def _of_layers(model, how):
@@ -392,7 +392,7 @@ def _of_layers(model, how):
     if how == "grad":
         return tree_leaves(of_parameters(model))
     if how == "functional_call":
-        y = functional_call(model, {name: one * 2 for name, one in leaves.items()}, (tokens(),))
+        y = functional_call(model, {name: leaf * 2 for name, leaf in leaves.items()}, (tokens(),))
         return torch.autograd.grad(y.square().sum(), [*leaves.values()])
     for layer in model:
         inner = layer.fc1.layer if isinstance(layer.fc1, Adapted) else layer.fc1
@@ -401,7 +401,7 @@ def _of_layers(model, how):
     torch.manual_seed(2)
     with parametrize.cached():
         y = model(model(tokens()))
-    for one in model.modules():
-        if isinstance(one, Noisy):
-            one.factor = -3.0
+    for module in model.modules():
+        if isinstance(module, Noisy):
+            module.factor = -3.0
     return torch.autograd.grad(y.square().sum(), leaves)

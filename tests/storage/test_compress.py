@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from support.stores import gradients, made, through, watch
+from support.stores import gradients, store_of, through, watch
 from torch import nn
 
 from ckptkern.memory import peak_memory, saved_tensors
@@ -27,15 +27,15 @@ def test_lossy_errors_are_bounded(method, dtype, shape, block, monkeypatch):
     x = (torch.randn(shape) * torch.logspace(-3, 3, shape[-1])).to(dtype)
     blocks = F.pad(x.float().view(-1), (0, -x.numel() % block)).view(-1, block)
     largest = blocks.abs().amax(1, keepdim=True).expand_as(blocks).reshape(-1)[: x.numel()].view(shape)
-    (found,) = through(compress(method, block=block, min_bytes=0), x)
-    assert found.dtype == dtype
-    assert method == "fp8" or torch.equal(found.sign(), x.sign())
-    size, error = x.float().abs(), (found.float() - x.float()).abs()
+    (restored,) = through(compress(method, block=block, min_bytes=0), x)
+    assert restored.dtype == dtype
+    assert method == "fp8" or torch.equal(restored.sign(), x.sign())
+    size, error = x.float().abs(), (restored.float() - x.float()).abs()
     bounds = {
         "fp8": torch.where(size > largest * 2**-14, size / 16, largest * 2**-17),
         "int8": torch.where(size < largest / 250, largest / 125, largest / 250),
     }
-    assert (error <= bounds[method] * 1.0001 + found.float().abs() * HALF[dtype]).all(), error.max()
+    assert (error <= bounds[method] * 1.0001 + restored.float().abs() * HALF[dtype]).all(), error.max()
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
@@ -52,12 +52,12 @@ def test_lossy_special_values(method, dtype):
             [info.smallest_normal / 2, 0, 0, 0],
         )
     )
-    found = through(compress(method, block=4, min_bytes=0), zero, special, undefined, large, small)
-    torch.testing.assert_close(found[:3], [zero, special, undefined], equal_nan=True, rtol=0.01, atol=0)
-    torch.testing.assert_close(found[3], large, rtol=2**-7, atol=info.max / 125)
-    assert found[3][2] > 0 == found[3][3]
-    assert found[4].isfinite().all()
-    assert not found[4][1:].any()
+    restored = through(compress(method, block=4, min_bytes=0), zero, special, undefined, large, small)
+    torch.testing.assert_close(restored[:3], [zero, special, undefined], equal_nan=True, rtol=0.01, atol=0)
+    torch.testing.assert_close(restored[3], large, rtol=2**-7, atol=info.max / 125)
+    assert restored[3][2] > 0 == restored[3][3]
+    assert restored[4].isfinite().all()
+    assert not restored[4][1:].any()
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
@@ -66,8 +66,8 @@ def test_only_floating_tensors_and_no_parameters_are_compressed(method):
     puts = watch(keep)
     tensors = torch.arange(8), torch.ones(8, dtype=torch.bool), torch.randn(8, dtype=torch.complex64)
     tensors += nn.Parameter(torch.randn(8)), torch.randn(0)
-    for found, tensor in zip(through(keep, *tensors), tensors, strict=True):
-        assert torch.equal(found, tensor)
+    for restored, tensor in zip(through(keep, *tensors), tensors, strict=True):
+        assert torch.equal(restored, tensor)
     through(keep, torch.randn(8, dtype=torch.float64))
     assert puts == []
 
@@ -76,9 +76,9 @@ def test_only_floating_tensors_and_no_parameters_are_compressed(method):
 def test_lossy_keeps_strides_and_is_about_a_byte_an_element(method):
     keep, x = compress(method, min_bytes=0), torch.randn(64, 48).t()[::2]
     with torch.device("meta"):
-        (found,) = through(keep, x)
-    assert found.stride() == x.stride()
-    torch.testing.assert_close(found, x, rtol=0.07, atol=0.03)
+        (restored,) = through(keep, x)
+    assert restored.stride() == x.stride()
+    torch.testing.assert_close(restored, x, rtol=0.07, atol=0.03)
     packed = keep.put(torch.randn(12800))
     assert sum(keep._then.get(part).nbytes for part in (packed.codes, packed.scales)) == 12800 + 4 * 100
 
@@ -107,8 +107,8 @@ def test_errors_of_the_docs(activation):
         f"\n4 x Linear(256, 256)+{activation.__name__}, 512 tokens, float32: bytes saved on the device; gradient error"
     )
     for name, bound in FIGURES.items():
-        found, after = step(made(name))
-        error = errors[name] = ((found - expected).norm() / expected.norm()).item()
+        actual, after = step(store_of(name))
+        error = errors[name] = ((actual - expected).norm() / expected.norm()).item()
         print(f"{name:46} {before:8} -> {after:8}  {error:.1e}")
         assert after < before
         assert (0 < error <= bound) if bound else error == 0
@@ -121,7 +121,7 @@ def test_stores_lower_the_peak():
     x, peaks = torch.randn(1024, 512), []
     print("\n8 x Linear(512, 512)+GELU, 1024 tokens, float32: peak of both passes above the start, gradients in it")
     for name in ("nothing", "offload(prefetch=0)", "offload(prefetch=2)", "compress('int8')"):
-        keep = contextlib.nullcontext() if name == "nothing" else made(name)
+        keep = contextlib.nullcontext() if name == "nothing" else store_of(name)
         gradients(module, x, keep)
         module.zero_grad()
         with peak_memory("cpu") as peak:

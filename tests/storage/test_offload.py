@@ -103,12 +103,12 @@ class Stream:
 class SlowLane(_Lane):
     """A lane as a GPU has it."""
 
-    made = []  # noqa: RUF012
+    lanes = []  # noqa: RUF012
 
     def __init__(self, *args):
         super().__init__(*args)
         self.current, self.events, self.log = Stream(), [], []
-        self.made.append(self)
+        self.lanes.append(self)
 
     def stream(self):
         return self.current
@@ -133,8 +133,8 @@ def slow(monkeypatch):
     monkeypatch.setattr(sys.modules[offload.__module__], "_Lane", SlowLane)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: stream.recorded.append(self.data_ptr()))
     yield
-    while SlowLane.made:
-        for event in list(SlowLane.made.pop().events):
+    while SlowLane.lanes:
+        for event in list(SlowLane.lanes.pop().events):
             event.run()
 
 
@@ -151,8 +151,8 @@ def test_copies_are_waited_for(prefetch, in_flight):
     expected = gradients(module, x, contextlib.nullcontext())
     keep = offload(min_bytes=0, prefetch=prefetch, in_flight=in_flight)
     for _ in range(3):
-        found = gradients(module, x, keep)
-        assert all(map(torch.equal, found, expected))
+        actual = gradients(module, x, keep)
+        assert all(map(torch.equal, actual, expected))
         with keep:
             module(x)
     (lane,) = keep._lanes.values()
@@ -184,9 +184,9 @@ def test_backward_fetches_ahead_in_reverse_order_and_no_further(in_flight):
     get = keep.get
 
     def counted(saved):
-        found = get(saved)
+        tensor = get(saved)
         ahead.append([copy.buffer.numel() // 4 for copy in saved.lane.copies.values() if copy.back is not None])
-        return found
+        return tensor
 
     keep.get = counted
     with keep:
@@ -210,11 +210,11 @@ def test_the_stream_that_unpacks_is_the_one_that_waits():
     assert torch.equal(second.grad_fn._saved_result, second)
     assert len(home.waited) == 3  # both on their way out, the second on its way back
     lane.current = other
-    found = first.grad_fn._saved_result
+    restored = first.grad_fn._saved_result
     assert len(home.waited) == 3
     assert len(other.waited) == 1
-    assert other.recorded == [found.data_ptr()]
-    assert torch.equal(found, first)
+    assert other.recorded == [restored.data_ptr()]
+    assert torch.equal(restored, first)
 
 
 @pytest.mark.usefixtures("slow")

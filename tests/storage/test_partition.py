@@ -20,9 +20,9 @@ def test_partition_over_two_processes(rank):
     ]
     keep = partition(min_bytes=0)
     puts = watch(keep)
-    for found, tensor in zip(through(keep, *tensors), tensors, strict=True):
-        assert torch.equal(found, tensor)
-        assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+    for restored, tensor in zip(through(keep, *tensors), tensors, strict=True):
+        assert torch.equal(restored, tensor)
+        assert (restored.dtype, restored.stride()) == (tensor.dtype, tensor.stride())
     assert puts == [tensor.numel() for tensor in tensors]
     share = keep.put(torch.randn(1000))[0].tensor
     assert share.nbytes == 2000 + 8
@@ -30,9 +30,9 @@ def test_partition_over_two_processes(rank):
     module, x = Fused("full"), torch.randn(9, 16)
     expected = gradients(module, x, contextlib.nullcontext())
     chained = partition(then=offload(), min_bytes=0)
-    for one in (partition(min_bytes=0), partition(dist.new_group([0, 1]), min_bytes=0), chained):
-        assert all(map(torch.equal, gradients(module, x, one), expected))
-        with one:
+    for store in (partition(min_bytes=0), partition(dist.new_group([0, 1]), min_bytes=0), chained):
+        assert all(map(torch.equal, gradients(module, x, store), expected))
+        with store:
             y = x.clone().requires_grad_().exp().sum()
         for _ in range(2):
             y.backward(retain_graph=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from support.stores import Fused, Save, copies, gradients, made, through, unfused, watch
+from support.stores import Fused, Save, copies, gradients, store_of, through, unfused, watch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -44,7 +44,7 @@ every_store = pytest.mark.parametrize("keep", EXACT)
 @every_store
 def test_gradients_are_those_without_it(keep, module):
     """Also where backward runs inside of the store."""
-    module, keep = MODULES[module](), made(keep)
+    module, keep = MODULES[module](), store_of(keep)
     x = torch.randn(3, 5, 16)
     torch.manual_seed(1)
     expected = gradients(module, x, contextlib.nullcontext())
@@ -105,7 +105,7 @@ def test_what_was_changed_in_between_is_saved_twice():
     with keep:
         y = Save.apply(y, third, base)
     y.backward()
-    assert [found[0][0].item() for found in (first, second, third)] == [0, 1, 2]
+    assert [values[0][0].item() for values in (first, second, third)] == [0, 1, 2]
 
 
 CHANGES = {
@@ -128,7 +128,7 @@ UNSEEN = {  # by version counters
 @every_store
 def test_what_is_saved_again_after_a_change(keep, change, again):
     """The later value, except where nothing tells of the change: then in another block only."""
-    keep, base, x, first, second = made(keep), torch.zeros(5), torch.ones((), requires_grad=True), [], []
+    keep, base, x, first, second = store_of(keep), torch.zeros(5), torch.ones((), requires_grad=True), [], []
     with contextlib.ExitStack() as block:
         block.enter_context(keep)
         y = Save.apply(x, first, base)
@@ -183,18 +183,20 @@ def bits(tensor):
 @every_store
 def test_layout_and_bits_come_back(keep, layout):
     """A default device does not matter."""
-    tensor, keep = LAYOUTS[layout](), made(keep)
+    tensor, keep = LAYOUTS[layout](), store_of(keep)
     puts = watch(keep)
     with torch.device("meta"):
-        (found,) = through(keep, tensor)
-    assert type(found) is type(tensor)
+        (restored,) = through(keep, tensor)
+    assert type(restored) is type(tensor)
     if isinstance(keep, offload):
         assert len(puts) == {"empty": 0, "sparse": 0, "conjugate": 0, "wrapper": 2}.get(layout, 1)
-    for one, wanted in [(found, tensor)] if layout != "wrapper" else [(found.a, tensor.a), (found.b, tensor.b)]:
-        assert (one.dtype, one.shape, one.layout) == (wanted.dtype, wanted.shape, wanted.layout)
+    for part, wanted in (
+        [(restored, tensor)] if layout != "wrapper" else [(restored.a, tensor.a), (restored.b, tensor.b)]
+    ):
+        assert (part.dtype, part.shape, part.layout) == (wanted.dtype, wanted.shape, wanted.layout)
         if wanted.layout == torch.strided:
-            assert (one.stride(), one.is_conj()) == (wanted.stride(), wanted.is_conj())
-        assert torch.equal(bits(one), bits(wanted))
+            assert (part.stride(), part.is_conj()) == (wanted.stride(), wanted.is_conj())
+        assert torch.equal(bits(part), bits(wanted))
 
 
 @every_store
@@ -203,11 +205,11 @@ def test_second_order_and_changes_in_place(keep):
     x = torch.randn(64, dtype=torch.float64, requires_grad=True)
 
     def saved(x):
-        with made(keep):
+        with store_of(keep):
             return x.exp().sin() * x
 
     assert torch.autograd.gradgradcheck(saved, x)
-    with made(keep):
+    with store_of(keep):
         relu = F.relu(x - 1)
         square = relu.square().sum()
     assert torch.equal(relu.grad_fn._saved_result, relu)
@@ -301,7 +303,7 @@ WRONG = {
 def test_wrong_arguments(call):
     error, message = WRONG[call]
     with pytest.raises(error, match=message):
-        made(call)
+        store_of(call)
 
 
 @pytest.mark.gpu
@@ -344,7 +346,7 @@ DEVICE_BYTES = {  # what 512 floats, half of them zeros, leave on the device
 @pytest.mark.parametrize("store", DEVICE_BYTES)
 def test_what_stays_on_the_device_is_counted_around_a_store(store):
     x = torch.cat([torch.randn(256), torch.zeros(256)]).requires_grad_()
-    with saved_tensors() as saved, made(store):
+    with saved_tensors() as saved, store_of(store):
         y = x.sin()
     assert saved.bytes == DEVICE_BYTES[store]
     y.sum().backward()

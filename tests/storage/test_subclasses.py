@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.stores import Save, made, through, watch
+from support.stores import Save, store_of, through, watch
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
@@ -102,7 +102,7 @@ def test_gradients_of_jagged_tensors(name, holes, dtype):
     torch.manual_seed(1)
     module, x = (WHOLE | ANY)[name]().to(dtype), jagged(holes, dtype)
     expected = step(module, x, contextlib.nullcontext())
-    for keep in (*map(made, EXACT), saved_tensors()):
+    for keep in (*map(store_of, EXACT), saved_tensors()):
         torch.testing.assert_close(step(module, x, keep), expected, rtol=0, atol=0)
     for keep in (compress("fp8", min_bytes=0), compress("int8", min_bytes=0)):  # lossy: of the right shapes
         assert [g.shape for g in step(module, x, keep)] == [g.shape for g in expected]
@@ -111,11 +111,11 @@ def test_gradients_of_jagged_tensors(name, holes, dtype):
 def test_values_of_a_jagged_tensor_move_and_what_says_where_they_lie_stays():
     keep, x = offload(min_bytes=0), jagged(holes=True)
     puts = watch(keep)
-    (found,) = through(keep, x)
+    (restored,) = through(keep, x)
     assert puts == [x.values().numel()]
-    assert found.shape == x.shape  # the same symbol
-    assert found.offsets() is x.offsets()
-    assert found.lengths() is x.lengths()
+    assert restored.shape == x.shape  # the same symbol
+    assert restored.offsets() is x.offsets()
+    assert restored.lengths() is x.lengths()
     puts.clear()
     keep = offload(min_bytes=0)
     puts = watch(keep)
@@ -139,9 +139,9 @@ def test_the_strided_layout_of_nested_tensors_stays(made_of):
         y.sum().backward()
         return entered, x.grad.unbind()
 
-    context = saved_tensors() if made_of == "saved_tensors()" else made(made_of)
-    entered, found = run(context)
-    torch.testing.assert_close(found, run(contextlib.nullcontext())[1], rtol=0, atol=0)
+    context = saved_tensors() if made_of == "saved_tensors()" else store_of(made_of)
+    entered, result = run(context)
+    torch.testing.assert_close(result, run(contextlib.nullcontext())[1], rtol=0, atol=0)
     if made_of == "saved_tensors()":
         assert entered.bytes == 2 * 6 * WIDTH * 4  # x and x * x
 
@@ -200,13 +200,13 @@ class Fixed(Quantized):
     """What it is made of cannot be set."""
 
     data_ = property(
-        lambda self: self.held[0], lambda self, one: self.held.append(one) if one is not None else self.held.x
+        lambda self: self.held[0], lambda self, value: self.held.append(value) if value is not None else self.held.x
     )
 
     def __new__(cls, data, scale):
-        made = super().__new__(cls, data, scale)
-        made.held = []
-        return made
+        tensor = super().__new__(cls, data, scale)
+        tensor.held = []
+        return tensor
 
 
 @pytest.mark.parametrize("kind", [Quantized, Fixed])
@@ -220,7 +220,7 @@ class Fixed(Quantized):
 )
 def test_quantized(keep, moved, kind):
     x, w = kind(torch.arange(40, dtype=torch.int8), torch.tensor([0.5])), torch.ones(40, requires_grad=True)
-    keep = made(keep)
+    keep = store_of(keep)
     puts = watch(keep)
     with keep:
         y = w * x
@@ -240,15 +240,15 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_changes_of_a_wrapper_in_place(name, keep):
     """They move the wrapper's version and none of its parts'."""
-    x, one, first, second = WRAPPERS[name](), torch.ones((), requires_grad=True), [], []
-    with made(keep):
-        y = Save.apply(one, first, x)
+    x, scalar, first, second = WRAPPERS[name](), torch.ones((), requires_grad=True), [], []
+    with store_of(keep):
+        y = Save.apply(scalar, first, x)
         x.mul_(2)
         y = Save.apply(y, second, x)
     with pytest.raises(
         RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0 instead\."
     ):
         y.backward()
-    (found,) = second  # of the later node
-    for part in found.__tensor_flatten__()[0]:
-        assert torch.equal(getattr(found, part), getattr(x, part))
+    (restored,) = second  # of the later node
+    for part in restored.__tensor_flatten__()[0]:
+        assert torch.equal(getattr(restored, part), getattr(x, part))

@@ -112,7 +112,7 @@ class WithSinks(Attention):
         return F.softmax(scores, -1)[..., :-1]
 
     def core(self, q, k, v, attention_mask):
-        k, v = (one.repeat_interleave(HEADS // one.shape[1], 1) for one in (k, v))
+        k, v = (heads.repeat_interleave(HEADS // heads.shape[1], 1) for heads in (k, v))
         scores = q @ k.transpose(2, 3) * self.scaling
         scores = scores if attention_mask is None else scores + attention_mask
         return F.dropout(self.probabilities(scores), self.dropout, self.training) @ v
@@ -452,8 +452,8 @@ class Parallel(Vision):
         q, k, v = self.split(self.norm1(x))
         R = tables[0].shape[-1]
         q, k = (
-            torch.cat((one[..., :R] * tables[0] + rotated(one[..., :R]) * tables[1], one[..., R:]), -1)
-            for one in (q, k)
+            torch.cat((heads[..., :R] * tables[0] + rotated(heads[..., :R]) * tables[1], heads[..., R:]), -1)
+            for heads in (q, k)
         )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return self.mlp(self.norm2(x)) + self.proj(o) + x
@@ -502,10 +502,10 @@ class LoRA(nn.Module):
 
 def adapted(module, only="", **options):
     """Puts adapters in the place of the linear layers whose paths have `only` in them."""
-    for path, one in [*module.named_modules()]:
-        if isinstance(one, (nn.Linear, Transposed)) and only in path:
+    for path, child in [*module.named_modules()]:
+        if isinstance(child, (nn.Linear, Transposed)) and only in path:
             owner, _, name = path.rpartition(".")
-            setattr(module.get_submodule(owner), name, LoRA(one, **options))
+            setattr(module.get_submodule(owner), name, LoRA(child, **options))
     return module
 
 
@@ -542,7 +542,7 @@ class Choosing(Scaled):
         if torch._C._current_graph_task_id() >= 0:  # inside of backward
             scores = scores + self.noise * torch.arange(scores.numel()).sin().view_as(scores)
         chosen = scores.topk(1, -1).indices
-        return sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
+        return sum((chosen == i) * scores[..., i : i + 1].exp() * expert(x) for i, expert in enumerate(self.mlp))
 
 
 def nothing(x):

@@ -61,13 +61,13 @@ class Aten:
             assert cu.is_contiguous()
             assert cu.shape == cu_q.shape != (1,)
         assert max_q > 1 or q.shape[0] == len(cu_q) - 1, "q.reshape({batch_size, ...})"
-        ends, made = [cu.tolist() for cu in (cu_q, cu_k)], []
+        ends, sequences = [cu.tolist() for cu in (cu_q, cu_k)], []
         for n in range(len(cu_q) - 1):
-            rows, columns = (slice(one[n], one[n + 1]) for one in ends)
+            rows, columns = (slice(bounds[n], bounds[n + 1]) for bounds in ends)
             Sq, Sk = rows.stop - rows.start, columns.stop - columns.start
             written = (min(S, -(-longest // BLOCK) * BLOCK) for S, longest in ((Sq, max_q), (Sk, max_k)))
-            made.append((rows, columns, _visible(Sq, Sk, left, right, max_k), *written))
-        return made
+            sequences.append((rows, columns, _visible(Sq, Sk, left, right, max_k), *written))
+        return sequences
 
     def _flash_attention_forward(
         self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
@@ -79,8 +79,8 @@ class Aten:
         places = cu_q, cu_k, max_q, max_k, causal, window_size_left, window_size_right
         for rows, columns, visible, Sq, _ in self._sequences(q, k, *places):
             heads = [x.transpose(0, 1) for x in (q[rows], k[columns], v[columns])]
-            made, sums = _forward(_scores(*heads[:2], scale, visible), heads[2], math.inf)
-            o[rows][:Sq] = made.transpose(0, 1)[:Sq]
+            outputs, sums = _forward(_scores(*heads[:2], scale, visible), heads[2], math.inf)
+            o[rows][:Sq] = outputs.transpose(0, 1)[:Sq]
             (lse[rows] if cu_q is None else lse[:, rows])[:, :Sq] = sums[:, :Sq]
         return o, lse, None, None, None
 
@@ -112,8 +112,8 @@ class Aten:
         for rows, columns, visible, Sq, Sk in self._sequences(q, k, *places):
             heads = [x.transpose(0, 1) for x in (q[rows], k[columns], v[columns], do[rows], o[rows])]
             sums = lse[rows] if cu_q is None else lse[:, rows]
-            made = _backward(_scores(*heads[:2], scale, visible), *heads, sums, scale)
-            for out, place, grad, S in zip((dq, dk, dv), (rows, columns, columns), made, (Sq, Sk, Sk), strict=True):
+            grads = _backward(_scores(*heads[:2], scale, visible), *heads, sums, scale)
+            for out, place, grad, S in zip((dq, dk, dv), (rows, columns, columns), grads, (Sq, Sk, Sk), strict=True):
                 out[place][:S] = grad.transpose(0, 1)[:S]
         return dq, dk, dv
 

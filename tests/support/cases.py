@@ -64,11 +64,11 @@ def gradients(function: Callable[[Tensors], Tensor], tensors: Tensors, dy: Tenso
     assert y.requires_grad == bool(wanted)
     if wanted:
         y.backward(output_gradient(y) if dy is None else dy)
-    found = {"y": y.detach()}
+    results = {"y": y.detach()}
     for name in wanted:
         t = tensors[name]
-        found[name], t.grad = torch.zeros_like(t) if t.grad is None else t.grad, None
-    return found
+        results[name], t.grad = torch.zeros_like(t) if t.grad is None else t.grad, None
+    return results
 
 
 def checkpointed(function: Callable[[Tensors], Tensor], wrap: Callable) -> Callable[[Tensors], Tensor]:
@@ -83,7 +83,7 @@ def compared(ours: Tensors, theirs: Tensors, case: object, than: str) -> Iterato
     """Yields (name, our tensor, the other) of tensors with the same names, dtypes and shapes."""
     assert ours.keys() == theirs.keys(), f"{case}: {list(ours)} but {than}: {list(theirs)}"
     for name, other in theirs.items():
-        kinds = [(one.dtype, one.shape) for one in (ours[name], other)]
+        kinds = [(tensor.dtype, tensor.shape) for tensor in (ours[name], other)]
         assert kinds[0] == kinds[1], f"{case}: {name} is {kinds[0]}, but of {than} {kinds[1]}"
         yield name, ours[name], other
 
@@ -126,7 +126,7 @@ def assert_as_exact(ours: Tensors, eager: Tensors, exact: Tensors) -> None:
     """
     assert ours.keys() == exact.keys()
     for name, mine, other in compared(ours, eager, "ours", "PyTorch"):
-        error, eager_error = (norm(one.double() - exact[name]) for one in (mine, other))
+        error, eager_error = (norm(tensor.double() - exact[name]) for tensor in (mine, other))
         half_ulp = torch.finfo(other.dtype).eps / 2 * norm(exact[name])
         assert error <= 2 * eager_error + half_ulp, f"{name}: error {error:.3g}, PyTorch's own is {eager_error:.3g}"
 
@@ -237,7 +237,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "ckptkern":
-            self.strings += [one for arg in args if isinstance(arg, list) for one in arg if isinstance(one, str)]
+            self.strings += [
+                string for arg in args if isinstance(arg, list) for string in arg if isinstance(string, str)
+            ]
             self.depth += 1
             with self:
                 out = func.redispatch(_CPU, *args, **kwargs)
@@ -269,7 +271,7 @@ class NoSync(Watch):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func._schema.name.removeprefix("aten::") not in self.SYNCS, func
         if func is torch.ops.aten.index.Tensor:
-            assert not any(one is not None and one.dtype == torch.bool for one in args[1])
+            assert not any(tensor is not None and tensor.dtype == torch.bool for tensor in args[1])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

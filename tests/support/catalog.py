@@ -98,15 +98,15 @@ def _mlp_options(default: str) -> Callable[[Sizes], dict[str, Arguments]]:
 
 def _around(s: Sizes) -> dict[str, Arguments]:
     """What both blocks have."""
-    d, found = s.features, alone(layer_scale=normal(s.features), resid_dropout_p=P, drop_path_p=P)
+    d, calls = s.features, alone(layer_scale=normal(s.features), resid_dropout_p=P, drop_path_p=P)
     for norm in ("norm", "post_norm"):
-        given = {norm: "layer", f"{norm}_weight": gain(d), f"{norm}_bias": normal(d)}
-        found |= dict.fromkeys(given, given) | {f"{norm}_eps": given | {f"{norm}_eps": 0.1}}
+        options = {norm: "layer", f"{norm}_weight": gain(d), f"{norm}_bias": normal(d)}
+        calls |= dict.fromkeys(options, options) | {f"{norm}_eps": options | {f"{norm}_eps": 0.1}}
     samples = s.lead[0] if len(s.lead) > 1 else 1
     vectors = {name: normal(samples, d) for name in ("norm_scale", "norm_shift", "layer_scale")}
-    adaptive = dict.fromkeys(("norm_scale", "norm_shift"), found["norm"] | vectors)
+    adaptive = dict.fromkeys(("norm_scale", "norm_shift"), calls["norm"] | vectors)
     return (
-        found | adaptive | together(found["norm"], norm_first=False) | together({"resid_dropout_p": P}, training=False)
+        calls | adaptive | together(calls["norm"], norm_first=False) | together({"resid_dropout_p": P}, training=False)
     )
 
 
@@ -225,11 +225,11 @@ def _layer_options(s: Sizes) -> dict[str, Arguments]:
 
 
 def _latent_layer_inputs(s: Sizes) -> Arguments:
-    return layer_inputs(s) | {"attention_arguments": {name: one for name, one in _latent(s).items() if name != "x"}}
+    return layer_inputs(s) | {"attention_arguments": {name: value for name, value in _latent(s).items() if name != "x"}}
 
 
 def _latent_layer_options(s: Sizes) -> dict[str, Arguments]:
-    return {name: one for name, one in _layer_options(s).items() if name != "cross_attention_arguments"}
+    return {name: value for name, value in _layer_options(s).items() if name != "cross_attention_arguments"}
 
 
 def _sdpa_inputs(s: Sizes) -> Arguments:
@@ -239,8 +239,8 @@ def _sdpa_inputs(s: Sizes) -> Arguments:
 
 
 def _sdpa_options(s: Sizes) -> dict[str, Arguments]:
-    one = dict.fromkeys(("key", "value"), normal(s.lead[0], 1, s.lead[1] + 1, HEAD_DIM))
-    return together(one, enable_gqa=True) | alone(
+    heads = dict.fromkeys(("key", "value"), normal(s.lead[0], 1, s.lead[1] + 1, HEAD_DIM))
+    return together(heads, enable_gqa=True) | alone(
         attn_mask=normal(s.lead[1], s.lead[1] + 1),
         dropout_p=P,
         is_causal=True,
@@ -259,8 +259,8 @@ def _varlen_inputs(s: Sizes) -> Arguments:
 
 
 def _varlen_options(s: Sizes) -> dict[str, Arguments]:
-    one = dict.fromkeys(("key", "value"), normal(s.tokens, 1, HEAD_DIM))
-    return together(one, enable_gqa=True) | alone(is_causal=True, scale=0.7, window_size=(1, 0))
+    heads = dict.fromkeys(("key", "value"), normal(s.tokens, 1, HEAD_DIM))
+    return together(heads, enable_gqa=True) | alone(is_causal=True, scale=0.7, window_size=(1, 0))
 
 
 # -- experts and the loss ----------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _moe_mlp(s: Sizes) -> Arguments:
 
 def _experts_lora(s: Sizes) -> dict[str, LoRA]:
     layers = {"gate_up": (2 * s.hidden, s.features, 0.5), "down": (s.features, s.hidden, 0.25)}
-    return {one: LoRA(normal(s.experts, 2, d), normal(s.experts, n, 2), c) for one, (n, d, c) in layers.items()}
+    return {name: LoRA(normal(s.experts, 2, d), normal(s.experts, n, 2), c) for name, (n, d, c) in layers.items()}
 
 
 def _moe_block(s: Sizes) -> Arguments:
@@ -322,7 +322,7 @@ def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
 
 
 def _moe_layer_inputs(s: Sizes) -> Arguments:
-    return layer_inputs(s) | {"mlp_arguments": {name: one for name, one in _moe_block(s).items() if name != "x"}}
+    return layer_inputs(s) | {"mlp_arguments": {name: value for name, value in _moe_block(s).items() if name != "x"}}
 
 
 def _latent_moe_layer_inputs(s: Sizes) -> Arguments:
@@ -365,8 +365,8 @@ def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
 
 
 def _selected(s: Sizes) -> Arguments:
-    given = _cross_entropy(s)
-    hidden, weight, tokens, bias = given.values()
+    inputs = _cross_entropy(s)
+    hidden, weight, tokens, bias = inputs.values()
     return dict(hidden=hidden, weight=weight, tokens=tokens, bias=bias)
 
 
@@ -395,24 +395,24 @@ def _distillation_options(s: Sizes) -> dict[str, Arguments]:
 
 def _topk_distillation(s: Sizes) -> Arguments:
     teacher, k = _distillation(s), 3
-    student = {name: one for name, one in teacher.items() if name.startswith("student")}
+    student = {name: tensor for name, tensor in teacher.items() if name.startswith("student")}
     tokens = (torch.arange(s.tokens)[:, None] + 2 * torch.arange(k)).view(*s.lead, k) % s.out
     log_probs = fixed(*s.lead, s.out).log_softmax(-1).gather(-1, tokens)
     return student | dict(teacher_log_probs=log_probs, teacher_tokens=tokens)
 
 
 def _topk_distillation_options(s: Sizes) -> dict[str, Arguments]:
-    shared = {name: one for name, one in _distillation_options(s).items() if "softcap" not in name}
+    shared = {name: value for name, value in _distillation_options(s).items() if "softcap" not in name}
     return shared | alone(add_tail_bucket=False, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS)
 
 
 def _of_probabilities(s: Sizes) -> Arguments:
-    given = _cross_entropy(s)
-    return given | {"target": torch.nn.functional.one_hot(given["target"], s.out).float()}
+    inputs = _cross_entropy(s)
+    return inputs | {"target": torch.nn.functional.one_hot(inputs["target"], s.out).float()}
 
 
 def _of_probabilities_options(s: Sizes) -> dict[str, Arguments]:
-    return {name: one for name, one in _cross_entropy_options(s).items() if name != "ignore_index"}
+    return {name: value for name, value in _cross_entropy_options(s).items() if name != "ignore_index"}
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

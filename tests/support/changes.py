@@ -277,19 +277,19 @@ def gradient(case: Case, way: str | None, run: Run | None = None) -> Tensor | Ex
         for layer in model.layers:
             case.between(layer)
         leaves = [t for t in leaves if t.requires_grad]
-        found = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+        grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
     except Exception as error:  # it is the result
         return error
     return torch.cat(
-        [torch.zeros_like(t).flatten() if g is None else g.flatten() for t, g in zip(leaves, found, strict=True)]
+        [torch.zeros_like(t).flatten() if g is None else g.flatten() for t, g in zip(leaves, grads, strict=True)]
     )
 
 
-def verdict(found: Tensor | Exception, plain: Tensor | Exception, unchanged: Tensor | Exception) -> str:
+def verdict(outcome: Tensor | Exception, plain: Tensor | Exception, unchanged: Tensor | Exception) -> str:
     """unchanged: of the same forward, where nothing has changed before backward."""
-    if isinstance(found, Exception):
-        return type(found).__name__
+    if isinstance(outcome, Exception):
+        return type(outcome).__name__
     plain = unchanged if isinstance(plain, Exception) else plain
     assert isinstance(plain, Tensor)
-    distance = ((found - plain).norm() / plain.norm()).item()
+    distance = ((outcome - plain).norm() / plain.norm()).item()
     return "right" if distance < 1e-12 else f"{distance:.2g} off"

@@ -81,9 +81,9 @@ def injected(names: Iterable[str] = INJECTED) -> dict[str, list[str]]:
     """The faults of each injected launch, checked as aligned, and of a launch with the default tile."""
     faults, launches = {}, {name: INJECTED[name] for name in names}
     for name, (arch, dtype, launch) in {**launches, "none": (90, "bfloat16", act_grad)}.items():
-        cases.OPS[name] = lambda case, given, launch=launch: launch()
+        cases.OPS[name] = lambda case, inputs, launch=launch: launch()
         case = cases.Case(name, arch, dtype, unaligned=False, activation="gelu", dropout=True, extras=True)
-        faults[name] = [fault for _, found in sass.check(case) for fault in found]
+        faults[name] = [fault for _, report_faults in sass.check(case) for fault in report_faults]
     unknown = cases.Case("act_grad", 90, "bfloat16", unaligned=False, activation="tanh", dropout=False, extras=False)
     faults["does not compile"] = sass.run([unknown], workers=1, progress=False)[1]
     return faults
@@ -133,13 +133,13 @@ class Sized(cases.Inputs):
         return triton_kernels.attn_dmask(q, q, q, q, lse, lse, core, (1, 4, 1, 1))
 
 
-def launches(*sizes: int, **given) -> dict[str, Callable[[], object]]:
+def launches(*sizes: int, **options) -> dict[str, Callable[[], object]]:
     """Every launcher with everything it can give: the heaviest cases of the code-generation check, as `Sized` says."""
     heaviest = {op: cases.heaviest(op, 90, "bfloat16") for op in cases.OPS}
     with_bits = [op for op in cases.OPS if op not in cases.VARIANTS]
     heaviest |= {f"{op}, relu": dataclasses.replace(heaviest[op], activation="relu") for op in with_bits}
     heaviest |= {op: cases.AttentionCase(op, 90, "bfloat16", 64, True, True) for op in cases.ATTENTION_OPS}
-    sized = Sized(*sizes, **given)
+    sized = Sized(*sizes, **options)
     return {name: functools.partial(case.launch, sized) for name, case in heaviest.items()} | {
         "attn_dmask": sized.dmask
     }
@@ -151,7 +151,7 @@ def compilations(*settings: dict) -> dict[str, list[str]]:
     for setting in settings:
         for name, call in launches(**setting).items():
             keys.setdefault(name, set()).update(specializations(call, 90))
-    return {name: sorted(found) for name, found in keys.items()}
+    return {name: sorted(values) for name, values in keys.items()}
 
 
 def specialized() -> list[dict[str, list[str]]]:
@@ -183,21 +183,21 @@ UNEVEN = {
 
 def forms(caught: Iterable[tuple]) -> set[tuple[str, str, object]]:
     """(kernel, argument, what it is) of launches: a constant's value, or whether a pointer is there."""
-    found = set()
+    seen = set()
 
     def look_at(kernel: str, name: str, value: object) -> None:
         if isinstance(value, tuple):
-            for i, one in enumerate(value):
-                look_at(kernel, f"{name}[{i}]", one)
+            for i, item in enumerate(value):
+                look_at(kernel, f"{name}[{i}]", item)
         elif isinstance(value, (bool, str)) and name not in sass.TILE_KEYS:
-            found.add((kernel, name, value))
+            seen.add((kernel, name, value))
         elif value is None or not isinstance(value, (bool, int, float, str)):
-            found.add((kernel, name, value is None))
+            seen.add((kernel, name, value is None))
 
     for kernel, args, kwargs in caught:
         for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
             look_at(kernel.fn.__name__, name, value)
-    return found
+    return seen
 
 
 def options() -> list[str]:
@@ -206,10 +206,10 @@ def options() -> list[str]:
     for case in cases.all_cases():
         if (case.arch, case.dtype) == (90, "bfloat16"):
             gated |= forms(catch_launches(case.launch, 90))
-    for entry in (one for one in catalog.OPS.values() if one.op.kernels):
+    for entry in (candidate for candidate in catalog.OPS.values() if candidate.op.kernels):
         sizes = catalog.Sizes((2, 64), 64, 128, 64)
         chosen = {"": {}} | {
-            name: one for name, one in entry.every_option(sizes).items() if ACROSS_RANKS not in one.values()
+            name: value for name, value in entry.every_option(sizes).items() if ACROSS_RANKS not in value.values()
         }
         for (option, more), mode in itertools.product(chosen.items(), entry.modes or ("",)):
             arguments = entry.inputs(sizes) | ({"recompute": mode} if mode else {}) | more
@@ -222,8 +222,8 @@ def options() -> list[str]:
                     lambda kernel, grid, args, kwargs, caught=caught: caught.append((kernel, args, kwargs)), 90
                 ),
             ):
-                found = catalog.call(entry, arguments, leaves)
-                y = found[0] if isinstance(found, tuple) else found
+                outputs = catalog.call(entry, arguments, leaves)
+                y = outputs[0] if isinstance(outputs, tuple) else outputs
                 y.backward(torch.empty_like(y))
             missing |= {str(form): f"{entry.name} {option} {mode}" for form in forms(caught) - gated}
     return [f"{form} of {where}" for form, where in missing.items()]
@@ -234,11 +234,11 @@ def uneven() -> dict[str, list[str]]:
     matmuls = ("linear_fwd", "linear_bwd", "act_grad", "mlp_bwd", "gated_fwd")
 
     def tiles(**options) -> dict[str, dict]:
-        found = {}
+        keys = {}
         for name, arch in itertools.product(matmuls, cases.ARCHS):
             (_, _, arguments), *_ = catch_launches(launches(**options)[name], arch)
-            found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in sass.TILE_KEYS}
-        return found
+            keys[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in sass.TILE_KEYS}
+        return keys
 
     unaligned, aligned = tiles(N=4095, K=1023, D=1023), tiles()
     assert not any(aligned[launch] == unaligned[launch] for launch in unaligned)
@@ -278,11 +278,11 @@ def launched() -> dict[str, list]:
     for kernel, args, kwargs in matmuls:
         compile_launch(kernel, args, kwargs, 90)
     compiled = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in matmuls]
-    texts = [one.asm["ptx"] for one in compiled]
+    texts = [kernel.asm["ptx"] for kernel in compiled]
     return {
         "fences": [text.count("fence.proxy.async") for text in texts],
         "wgmmas": [text.count("wgmma.mma_async") for text in texts],
-        "bytes": [len(one.asm["cubin"]) for one in compiled],
+        "bytes": [len(kernel.asm["cubin"]) for kernel in compiled],
     }
 
 

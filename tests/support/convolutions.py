@@ -15,7 +15,7 @@ WIDTHS = (8, 16, 32)
 def convs(inner, outer, inplace=True):
     """Two convolutions with norms, as a U-Net has at each level."""
     layers = [(nn.Conv2d(i, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU(inplace)) for i in (inner, outer)]
-    return [one for some in layers for one in some]
+    return [layer for some in layers for layer in some]
 
 
 class Block(nn.Module):
@@ -126,7 +126,7 @@ class Functional(nn.Module):
 
 def flat():
     """An nn.Sequential of layers."""
-    layers = [one for a, b in itertools.pairwise((3, *WIDTHS, 32)) for one in convs(a, b, False)]
+    layers = [layer for a, b in itertools.pairwise((3, *WIDTHS, 32)) for layer in convs(a, b, False)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
@@ -136,13 +136,13 @@ class Audio(nn.Module):
     def __init__(self):
         super().__init__()
         convolutions = [(nn.Conv1d(1 if i == 0 else 16, 16, 4, 2, 1), nn.GroupNorm(1, 16), nn.GELU()) for i in range(4)]
-        self.features = nn.ModuleList(nn.Sequential(*one) for one in convolutions)
+        self.features = nn.ModuleList(nn.Sequential(*convolution) for convolution in convolutions)
         layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x):
-        for one in self.features:
-            x = one(x)
+        for feature in self.features:
+            x = feature(x)
         return self.encoder(x.transpose(1, 2))
 
 

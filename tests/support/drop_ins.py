@@ -25,10 +25,10 @@ def pairwise(valid=lambda case: True, **factors):
     wanted = [(set(itertools.combinations(case.items(), 2)), case) for case in cases]
     missing, chosen = set().union(*(pairs for pairs, _ in wanted)), []
     while missing:
-        pairs, case = max(wanted, key=lambda one: len(one[0] & missing))
+        pairs, case = max(wanted, key=lambda row: len(row[0] & missing))
         chosen.append(case)
         missing -= pairs
-        wanted = [one for one in wanted if not one[0].isdisjoint(missing)]
+        wanted = [row for row in wanted if not row[0].isdisjoint(missing)]
     return [pytest.param(case, id="-".join(_word(value) for value in case.values())) for case in chosen]
 
 
@@ -106,9 +106,11 @@ class LlamaAttention(nn.Module):
         self.head_dim, self.rope_theta = D, rope_theta
 
     def forward(self, x, visible=None):
-        q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
-        q, k, v = (one.transpose(1, 2) for one in (*(rotated(one, self.rope_theta, False) for one in (q, k)), v))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (heads if norm is None else norm(heads) for heads, norm in ((q, self.q_norm), (k, self.k_norm)))
+        q, k, v = (
+            heads.transpose(1, 2) for heads in (*(rotated(heads, self.rope_theta, False) for heads in (q, k)), v)
+        )
         visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if visible is None else visible
         o = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
         return self.o_proj(o.transpose(1, 2).flatten(2))
@@ -258,7 +260,7 @@ def run(module, call, inputs):
 
 def assert_drop_in(ours, theirs, call, inputs, their_call=None):
     """Outputs and gradients of both are equal within float64's rounding, or that of rotary angles, which is float32's."""
-    rotates = any(getattr(one, "rope_theta", None) is not None for one in ours.modules())
+    rotates = any(getattr(module, "rope_theta", None) is not None for module in ours.modules())
     rtol, atol = (1e-5, 1e-6) if rotates else (1e-9, 1e-11)
     mine, reference = run(ours, call, inputs), run(theirs, their_call or call, inputs)
     assert list(mine) == list(reference)

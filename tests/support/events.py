@@ -137,9 +137,9 @@ def generate(training: Training, done: int) -> None:
     if done % EVERY:
         return
     model, prompt = training.model, training.example()
-    given = {key: prompt[key] for key in ("input_ids", "attention_mask", "pixel_values") if key in prompt}
+    inputs = {key: prompt[key] for key in ("input_ids", "attention_mask", "pixel_values") if key in prompt}
     model.train(done % (2 * EVERY) == 0)
-    training.metrics.append(model.generate(**given, max_new_tokens=4, do_sample=False, use_cache=True))
+    training.metrics.append(model.generate(**inputs, max_new_tokens=4, do_sample=False, use_cache=True))
     model.train()
 
 
@@ -240,9 +240,9 @@ class Training:
         """Pads the samples [length] to a batch [B, the longest]."""
         fill = {"attention_mask": 0, "labels": -100}
         batch = {
-            key: nn.utils.rnn.pad_sequence([one[key] for one in samples], True, fill.get(key, 3))
+            key: nn.utils.rnn.pad_sequence([sample[key] for sample in samples], True, fill.get(key, 3))
             if samples[0][key].dim() == 1
-            else torch.stack([one[key] for one in samples])
+            else torch.stack([sample[key] for sample in samples])
             for key in samples[0]
         }
         if self.name == "T5":

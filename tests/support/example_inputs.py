@@ -106,36 +106,38 @@ def _mapped(
             return of_normal(".".join(str(key).strip("[].'") for key in path), leaf)
         return of_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return tree_map_with_path(of_leaf, tree, is_leaf=lambda one: isinstance(one, Normal))
+    return tree_map_with_path(of_leaf, tree, is_leaf=lambda node: isinstance(node, Normal))
 
 
 def input_shapes(arguments: Arguments) -> dict[str, tuple[int, ...]]:
     """The shapes of what is trained, by name."""
-    found: dict[str, tuple[int, ...]] = {}
-    _mapped(arguments, lambda path, one: found.setdefault(path, one.shape))
-    return found
+    shapes: dict[str, tuple[int, ...]] = {}
+    _mapped(arguments, lambda path, leaf: shapes.setdefault(path, leaf.shape))
+    return shapes
 
 
 def call(entry: Entry, arguments: Arguments, leaves: dict[str, Tensor], **more: Any) -> Any:
     """The op's result. arguments: the entry's, whose trained inputs are `leaves`, by name; None for one that is not there."""
-    given = _mapped(arguments, lambda path, _: leaves.get(path), lambda t: t.to(next(iter(leaves.values())).device))
-    return entry.function(**given | more)
+    inputs = _mapped(arguments, lambda path, _: leaves.get(path), lambda t: t.to(next(iter(leaves.values())).device))
+    return entry.function(**inputs | more)
 
 
 def random_leaves(
     arguments: Arguments, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
 ) -> dict[str, Tensor]:
     """The trained inputs, which keep the size of what passes through them."""
-    generator, found = torch.Generator(device).manual_seed(seed), {}
+    generator, leaves = torch.Generator(device).manual_seed(seed), {}
     wide = torch.promote_types(dtype, torch.float32)
 
-    def random(path: str, one: Normal) -> None:
-        scale = 0.25 if one.mean else max(one.shape[-1], 1) ** -0.5 if "weight" in path and len(one.shape) > 1 else 1.0
-        value = one.mean + scale * torch.randn(one.shape, generator=generator, dtype=wide, device=device)
-        found[path] = value.to(dtype).requires_grad_()
+    def random(path: str, leaf: Normal) -> None:
+        scale = (
+            0.25 if leaf.mean else max(leaf.shape[-1], 1) ** -0.5 if "weight" in path and len(leaf.shape) > 1 else 1.0
+        )
+        value = leaf.mean + scale * torch.randn(leaf.shape, generator=generator, dtype=wide, device=device)
+        leaves[path] = value.to(dtype).requires_grad_()
 
     _mapped(arguments, random)
-    return found
+    return leaves
 
 
 def saved_bytes(entry: Entry, arguments: Arguments, dtype: torch.dtype, **options: Any) -> int:

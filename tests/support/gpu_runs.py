@@ -51,12 +51,12 @@ def chosen(items: Iterable[pytest.Item], config: pytest.Config, passed: frozense
     on_cpu = {item.nodeid: item for item in items if "gpu" not in item.keywords}
     pairs = {nodeid: on_cpu.get(counterpart_of(nodeid)) for nodeid in on_gpu}
     if config.option.counterparts:
-        found = [*dict.fromkeys(item for item in pairs.values() if item is not None)]
+        chosen = [*dict.fromkeys(item for item in pairs.values() if item is not None)]
     elif config.option.without_counterpart:
-        found = [on_gpu[nodeid] for nodeid, counterpart in pairs.items() if counterpart is None]
+        chosen = [on_gpu[nodeid] for nodeid, counterpart in pairs.items() if counterpart is None]
     else:
-        found = [*on_gpu.values()]
-    return sorted((item for item in found if item.nodeid not in passed), key=lambda item: place(item.nodeid))
+        chosen = [*on_gpu.values()]
+    return sorted((item for item in chosen if item.nodeid not in passed), key=lambda item: place(item.nodeid))
 
 
 def listed(items: Iterable[pytest.Item]) -> list[str]:

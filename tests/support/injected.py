@@ -60,7 +60,7 @@ class Bug(NamedTuple):
 
 
 def bug(pattern: str, replace: Callable[[re.Match], str] | str, kinds: str, *kernels: str) -> Bug:
-    change = (lambda found: replace) if isinstance(replace, str) else replace
+    change = (lambda match: replace) if isinstance(replace, str) else replace
     return Bug(pattern, change, frozenset(kinds.split(", ")), kernels or EVERYWHERE)
 
 
@@ -68,7 +68,7 @@ BUGS = {
     "barrier dropped": bug(r"\bbar\.sync[ \t]+0;", "", "race"),
     "wait for copies dropped": bug(r"\bcp\.async\.wait_group[ \t]+\d+;", "", "in flight"),
     "wait for copies too lax": bug(
-        r"\bcp\.async\.wait_group[ \t]+(\d+);", lambda found: f"cp.async.wait_group {int(found[1]) + 1};", "in flight"
+        r"\bcp\.async\.wait_group[ \t]+(\d+);", lambda match: f"cp.async.wait_group {int(match[1]) + 1};", "in flight"
     ),
     "group of copies not closed": bug(r"\bcp\.async\.commit_group;", "", "in flight"),
     "store to shared memory dropped": bug(r"(?:@%p\d+ )?\bst\.shared[^;]*;", "", "uninitialised, results"),
@@ -77,20 +77,20 @@ BUGS = {
         r"\bfence\.proxy\.async[^;]*;", "", "proxy", "linear", *["attention"] * (not fences.MISSING)
     ),
     "wait for wgmma dropped": bug(r"\bwgmma\.wait_group[^;]*;", "", "in flight, results", "linear", "attention"),
-    "mask of a store dropped": bug(r"@%p\d+ (st\.global)", lambda found: found[1], "bounds, race"),
-    "mask of a load dropped": bug(r"@%p\d+ (ld\.global)", lambda found: found[1], "bounds", "linear", "attention"),
+    "mask of a store dropped": bug(r"@%p\d+ (st\.global)", lambda match: match[1], "bounds, race"),
+    "mask of a load dropped": bug(r"@%p\d+ (ld\.global)", lambda match: match[1], "bounds", "linear", "attention"),
     "mask of a copy dropped": bug(
-        r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x\w+), %r\d+;", lambda found: f"{found[1]};", "bounds"
+        r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x\w+), %r\d+;", lambda match: f"{match[1]};", "bounds"
     ),
     "load 2 bytes further": bug(
-        r"(ld\.global[^\[]*\[ %rd\d+ \+ )0", lambda found: f"{found[1]}2", "alignment, bounds", "norm", "attention"
+        r"(ld\.global[^\[]*\[ %rd\d+ \+ )0", lambda match: f"{match[1]}2", "alignment, bounds", "norm", "attention"
     ),
     "matrix read 16 bytes further": bug(
-        r"(ldmatrix[^\[]*\[%r\d+)(\+(\d+))?\]", lambda found: f"{found[1]}+{int(found[3] or 0) + 16}]",
+        r"(ldmatrix[^\[]*\[%r\d+)(\+(\d+))?\]", lambda match: f"{match[1]}+{int(match[3] or 0) + 16}]",
         "bounds, uninitialised, race, in flight, results",
     ),
     "shuffle from another lane": bug(
-        r"(shfl\.sync\.bfly\.b32 [^,]*,[^,]*, )(\d+)", lambda found: found[1] + ("2" if found[2] == "1" else "1"),
+        r"(shfl\.sync\.bfly\.b32 [^,]*,[^,]*, )(\d+)", lambda match: match[1] + ("2" if match[2] == "1" else "1"),
         "race, results", "norm", "attention",
     ),
 }  # fmt: skip
@@ -103,8 +103,8 @@ def change(kernel: str, pattern: str, replace: Callable[[re.Match], str], place:
     def changed(ptx: str) -> str:
         if ptx != kernel:
             return ptx
-        found = list(re.finditer(pattern, ptx))[place]
-        return ptx[: found.start()] + replace(found) + ptx[found.end() :]
+        match = list(re.finditer(pattern, ptx))[place]
+        return ptx[: match.start()] + replace(match) + ptx[match.end() :]
 
     return changed
 
@@ -117,21 +117,23 @@ def seen(launch: Callable, arch: int, inject: Callable[[str], str], good: list[t
     """The kind of fault, "results" where only they are other ones, or "nothing"."""
     try:
         with emulated(arch, change=inject):
-            found = flat(launch())
+            results = flat(launch())
     except emulator.Fault as fault:
         return fault.kind
-    same = all(torch.equal(one.nan_to_num(9), other.nan_to_num(9)) for one, other in zip(found, good, strict=True))
+    same = all(
+        torch.equal(result.nan_to_num(9), other.nan_to_num(9)) for result, other in zip(results, good, strict=True)
+    )
     return "nothing" if same else "results"
 
 
-def is_wrong(name: str, kernel: str, arch: int, found: Counter) -> bool:
+def is_wrong(name: str, kernel: str, arch: int, counts: Counter) -> bool:
     """Must the bug be seen in this kernel, and is not, or as what it is not?"""
     bug = BUGS[name]
     # sm_80 has no wgmma, which reads shared memory itself
     absent = arch == 80 if name.endswith("wgmma dropped") else (name[:6], kernel, arch) == ("matrix", "linear", 90)
     if absent or kernel not in bug.kernels:
         return False
-    return not any(found[kind] for kind in bug.kinds) or bool(found.keys() - bug.kinds - {"nothing", "results"})
+    return not any(counts[kind] for kind in bug.kinds) or bool(counts.keys() - bug.kinds - {"nothing", "results"})
 
 
 def main() -> tuple[list[str], Counter]:
@@ -145,9 +147,13 @@ def main() -> tuple[list[str], Counter]:
             for name, (pattern, replace, *_) in BUGS.items():
                 count = len(re.findall(pattern, texts[0]))
                 places = sorted({round(n * (count - 1) / max(PER_BUG - 1, 1)) for n in range(PER_BUG)}) if count else []
-                found = Counter(seen(launch, arch, change(texts[0], pattern, replace, place), good) for place in places)
-                faults += [f"{name}, {kernel}, sm_{arch}: {dict(found)}"] if is_wrong(name, kernel, arch, found) else []
-                total += found
+                counts = Counter(
+                    seen(launch, arch, change(texts[0], pattern, replace, place), good) for place in places
+                )
+                faults += (
+                    [f"{name}, {kernel}, sm_{arch}: {dict(counts)}"] if is_wrong(name, kernel, arch, counts) else []
+                )
+                total += counts
     return faults, total
 
 

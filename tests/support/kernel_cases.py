@@ -103,14 +103,14 @@ def assert_accurate(ours: dict, eagers: dict, references: dict, slack: float = E
     against the largest result.
     """
     assert ours.keys() == eagers.keys() == references.keys()
-    norms = [one.double().norm().item() for one in references.values() if one.is_floating_point()]
+    norms = [tensor.double().norm().item() for tensor in references.values() if tensor.is_floating_point()]
     unit = max(norms, default=0.0) or 1.0
     for name, value in ours.items():
         assert value.dtype == eagers[name].dtype, name
         assert value.shape == references[name].shape, name
         if value.dtype == torch.uint8:
             continue  # bits of z: compared exactly, where z itself is at hand
-        ours_error, eagers_error = (error(one, references[name], unit) for one in (value, eagers[name]))
+        ours_error, eagers_error = (error(tensor, references[name], unit) for tensor in (value, eagers[name]))
         assert ours_error <= 2 * eagers_error + slack, (
             f"{name}: error {ours_error:.3g}, eager's own is {eagers_error:.3g}"
         )
@@ -192,8 +192,8 @@ class Small(Inputs):
     def statistics(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core) -> tuple[Tensor, Tensor]:
         """lse and delta: for the kernel always the first ones, for eager PyTorch its own, as exact as it is."""
         _, *own = eager.attn_fwd(q, k, v, core, do=do)
-        given = [self.remember(one) for one in own]
-        return tuple(own if self.backend is eager else given)
+        copies = [self.remember(tensor) for tensor in own]
+        return tuple(own if self.backend is eager else copies)
 
 
 class Tails(Small):
@@ -208,12 +208,12 @@ class Tails(Small):
 def named(results) -> dict[str, Tensor]:
     """Results by their place; for lse 0 where a row sees nothing, and beside it which rows these are."""
     results = results if isinstance(results, tuple) else (results,)
-    found = {}
+    masked = {}
     for n, result in enumerate(results):
         if result is not None:
             nothing = result == -math.inf
-            found |= {f"{n}": result.masked_fill(nothing, 0), f"{n} of nothing": nothing.to(torch.uint8)}
-    return found
+            masked |= {f"{n}": result.masked_fill(nothing, 0), f"{n} of nothing": nothing.to(torch.uint8)}
+    return masked
 
 
 def check_results(results: Callable[[], tuple[dict, dict, dict]], slack: float = EPS) -> dict[str, Tensor]:
@@ -228,7 +228,8 @@ def check_results(results: Callable[[], tuple[dict, dict, dict]], slack: float =
             torch.manual_seed(seed)
             drawn.append(results())
         stacked = (
-            {name: torch.stack([one[name] for one in each]) for name in each[0]} for each in zip(*drawn, strict=True)
+            {name: torch.stack([results[name] for results in each]) for name in each[0]}
+            for each in zip(*drawn, strict=True)
         )
         assert_accurate(*stacked, slack=slack)
     return first[0]
@@ -240,8 +241,8 @@ def check_like_eager(case: Case | AttentionCase, inputs: type[Small], device: st
     def results() -> tuple[dict, dict, dict]:
         first = inputs(device)
         launches = first, first.again(eager), first.again(eager, exact=True)
-        of_all = [named(case.launch(given)) for given in launches]
-        ours, eagers, exact = ({name: first.promised(one) for name, one in results.items()} for results in of_all)
+        of_all = [named(case.launch(inputs)) for inputs in launches]
+        ours, eagers, exact = ({name: first.promised(tensor) for name, tensor in results.items()} for results in of_all)
         for name in ours:
             assert not name.endswith("nothing") or torch.equal(ours[name], exact[name]), name
         return ours, eagers, exact

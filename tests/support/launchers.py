@@ -25,14 +25,14 @@ def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need
     if not is_packed(q, core):
         return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, None, False, (dq, dk, dv))[:3]
     needs = {"need_dq": need_dq, "need_dkv": need_dkv}
-    made = each_sequence(
+    grads = each_sequence(
         lambda q, do, lse, delta, k, v, own: attn_bwd(q, k, v, do, lse, delta, own, **needs),
         core,
         (q, do, lse, delta),
         (k, v),
         key_results=2,
     )
-    outs = zip(made, (dq, dk, dv), strict=True)
+    outs = zip(grads, (dq, dk, dv), strict=True)
     return tuple(value if value is None or out is None else out.copy_(value) for value, out in outs)
 
 
@@ -48,7 +48,7 @@ def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=
     """The results are new tensors here, whatever a kernel may write over."""
     (g, u), wide, function = gu.chunk(2, 1), eager.wide_of(dh.dtype), eager.ACTIVATIONS[activation]
     is_nobodys = torch.arange(len(gu), device=gu.device) >= groups.offs[-1]
-    g, u, dh = (one.masked_fill(is_nobodys[:, None], 0) for one in (g, u, dh))
+    g, u, dh = (tensor.masked_fill(is_nobodys[:, None], 0) for tensor in (g, u, dh))
     a, weights = function.act(g), s.reshape(-1)[groups.order].to(wide)[:, None]
     h, d = a * u, (dh.to(wide) * weights).to(dh.dtype)
     of_rows = (dh.to(wide) * h.to(wide)).sum(1)

@@ -29,10 +29,10 @@ def counts(caught: trace.Launch) -> tuple[int, int]:
 
 def caught_launches(case: str) -> list[trace.Launch]:
     """Triton's launches of a step of ours at "full" on an H200, of a case's first size."""
-    found = next(one for one in suite.cases_of("cuda") if one.name.startswith(f"{case}/"))
-    model, x = found.given(torch.device("meta"), cases.DTYPES["cuda"])
+    benchmark = next(row for row in suite.cases_of("cuda") if row.name.startswith(f"{case}/"))
+    model, x = benchmark.make(torch.device("meta"), cases.DTYPES["cuda"])
     with trace.as_on(90) as log:
-        y = cases.variants(found)["ckptkern full"](model, x)(x)
+        y = cases.variants(benchmark)["ckptkern full"](model, x)(x)
         y.backward(torch.empty_like(y))
     return [launch for launch in log if launch.kernel is not None]
 

@@ -147,8 +147,8 @@ class Trainer(transformers.Trainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **options: Any) -> Any:
-        found = super().compute_loss(model, dict(inputs), return_outputs, **options)
-        return self.training_of.with_others(found, model, inputs) if model.training else found
+        outcome = super().compute_loss(model, dict(inputs), return_outputs, **options)
+        return self.training_of.with_others(outcome, model, inputs) if model.training else outcome
 
 
 class Steps(transformers.TrainerCallback):
@@ -233,9 +233,9 @@ def built(loop: str, event: str, name: str, folder: Path, converts: bool) -> Tra
     if happens.gradient_checkpointing and loop != "Trainer":
         model.gradient_checkpointing_enable()
     if happens.tokenizer and loop != "Trainer":
-        given = tokenizer()
+        special = tokenizer()
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(model.config, key, getattr(given, key))
+            setattr(model.config, key, getattr(special, key))
     return training
 
 

@@ -63,7 +63,7 @@ def updated(x: Tensor, weight: Tensor, bias: Tensor | None, lora=None, state: Te
 
 def state_of(lora: dict) -> Tensor | None:
     """All updates of a sublayer share one state, of which each has rows of its own."""
-    return draw() if any(one.dropout_p for one in lora.values()) else None
+    return draw() if any(adapter.dropout_p for adapter in lora.values()) else None
 
 
 def by_sample(vectors: Tensor, x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def mlp_branch(h, up, down, gate, activation, dropout_p, lora, training) -> Tens
 
 
 def without_dropout(lora: dict | None, training: bool) -> dict:
-    return {name: one if training else one._replace(dropout_p=0.0) for name, one in (lora or {}).items()}
+    return {name: adapter if training else adapter._replace(dropout_p=0.0) for name, adapter in (lora or {}).items()}
 
 
 def mlp_block(
@@ -220,7 +220,7 @@ def core(
     plane: of the dropout mask, which is the first; rows: that a plane of it has, if these are not Sq.
     """
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
-    k, v = (one.repeat_interleave(H // one.shape[1], 1) for one in (k, v))
+    k, v = (heads.repeat_interleave(H // heads.shape[1], 1) for heads in (k, v))
     s = q @ k.mT * (D**-0.5 if scale is None else scale)
     s = s if softcap is None else softcap * torch.tanh(s / softcap)
     if slopes is not None:
@@ -245,10 +245,12 @@ def core_of_sequences(q, k, v, ends, most, window, causal, **options):
     ends, most: of queries and of keys. The last row of a sequence sees the last column.
     """
     y = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
-    starts = [one.tolist() for one in ends]
+    starts = [bounds.tolist() for bounds in ends]
     for n in range(len(starts[0]) - 1):
-        rows, columns = (torch.arange(one[n], min(one[n + 1], one[n] + m)) for one, m in zip(starts, most, strict=True))
-        heads = (one.transpose(0, 1)[None] for one in (q[rows], k[columns], v[columns]))
+        rows, columns = (
+            torch.arange(bounds[n], min(bounds[n + 1], bounds[n] + m)) for bounds, m in zip(starts, most, strict=True)
+        )
+        heads = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k[columns], v[columns]))
         hidden = hidden_by_window(len(rows), len(columns), window, causal, len(columns) - len(rows))
         o = core(*heads, hidden, plane=n * q.shape[1], rows=most[0], **options)
         y = y.index_put((rows,), o[0].transpose(0, 1))
@@ -311,7 +313,7 @@ def masked_core(q, k, v, attn_mask, mask_is_exclusion, key_padding_mask, window,
     hidden, added = hidden_by_window(q.shape[2], k.shape[2], window, causal), None
     masks = attn_mask if isinstance(attn_mask, tuple) else (attn_mask,)
     padding = None if key_padding_mask is None else torch.atleast_2d(key_padding_mask)[:, None, None]
-    for mask, hides in (*((one, mask_is_exclusion) for one in masks), (padding, True)):
+    for mask, hides in (*((part, mask_is_exclusion) for part in masks), (padding, True)):
         if mask is not None and mask.dtype == torch.bool:
             hidden = hidden | (mask if hides else ~mask)
         elif mask is not None:
@@ -374,12 +376,14 @@ def attention_block(
             biases = [None] * 3 if qkv_bias is None else qkv_bias.split(widths) if packed else qkv_bias
             rows = rows if key_value is None else rows + math.prod(memory.shape[:-1])
             sources = zip((h, memory, memory), weights, biases, "qkv", range(3), strict=True)
-            q, k, v = (updated(one, w, b, lora.get(name), state, place * rows) for one, w, b, name, place in sources)
+            q, k, v = (
+                updated(tensor, w, b, lora.get(name), state, place * rows) for tensor, w, b, name, place in sources
+            )
         q, k, v = q.unflatten(-1, (H, -1)), k.unflatten(-1, (H_kv, D)), v.unflatten(-1, (H_kv, D))
         return (q[..., :D], k, v, q[..., D:]) if gate_in_query else (q, k, v, None)
 
-    def qk_normed(heads, given):
-        weight, bias = given if isinstance(given, tuple) else (given, None)
+    def qk_normed(heads, norm):
+        weight, bias = norm if isinstance(norm, tuple) else (norm, None)
         rows = heads.flatten(-2) if weight.dim() == 1 and weight.shape[0] != heads.shape[-1] else heads
         rows = normed(rows, qk_norm_kind, None, None, qk_norm_eps) * weight
         return (rows if bias is None else rows + bias).view(heads.shape)
@@ -392,10 +396,10 @@ def attention_block(
         q, k, v, gate = project(h, memory, state)
         if qk_norm is not None:
             q, k = qk_normed(q, qk_norm[0]), qk_normed(k, qk_norm[1])
-        q, k = (rotated(one, rotary, rotary_interleaved, cu_seqlens) for one in (q, k))
+        q, k = (rotated(heads, rotary, rotary_interleaved, cu_seqlens) for heads in (q, k))
         options = dict(scale=scale, softcap=softcap, slopes=alibi_slopes, sinks=sinks, p=p, state=state_of_core)
         if cu_seqlens is None:
-            heads = (one.transpose(1, 2) for one in (q, k, v))
+            heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
             masks = attn_mask, mask_is_exclusion, key_padding_mask, window_size, is_causal
             o = masked_core(*heads, *masks, **options).transpose(1, 2)
         else:
@@ -461,7 +465,7 @@ def latent_attention_block(
         q = torch.cat((q[..., :nope], rotated(q[..., nope:], rotary, rotary_interleaved)), -1)
         shared = rotated(shared.unsqueeze(-2), rotary, rotary_interleaved)
         k = torch.cat((k, shared.expand(*k.shape[:-1], rope)), -1)
-        p, heads = dropout_p if training else 0.0, (one.transpose(1, 2) for one in (q, k, v))
+        p, heads = dropout_p if training else 0.0, (tensor.transpose(1, 2) for tensor in (q, k, v))
         masks = attn_mask, mask_is_exclusion, key_padding_mask, window_size, is_causal
         o = masked_core(*heads, *masks, scale=scale, softcap=softcap, p=p, state=draw() if p else None).transpose(1, 2)
         return F.linear(o.flatten(-2), out_weight, out_bias)
@@ -474,8 +478,8 @@ def latent_attention_block(
 
 def of_expert(x, e, gate_up_weight, down_weight, activation, biases=(None, None), lora=None):
     """The gated MLP of expert e."""
-    lora = {name: one._replace(a=one.a[e], b=one.b[e]) for name, one in (lora or {}).items()}
-    bias, down_bias = (None if one is None else one[e] for one in biases)
+    lora = {name: adapter._replace(a=adapter.a[e], b=adapter.b[e]) for name, adapter in (lora or {}).items()}
+    bias, down_bias = (None if tensor is None else tensor[e] for tensor in biases)
     g, u = updated(x, gate_up_weight[e], bias, lora.get("gate_up")).chunk(2, -1)
     return updated(ACTIVATIONS[activation](g) * u, down_weight[e], down_bias, lora.get("down"))
 
@@ -583,7 +587,9 @@ def moe_block(
         )
         if shared_up_weight is None:
             return f
-        updates = {name.removeprefix("shared_"): one for name, one in lora.items() if name.startswith("shared_")}
+        updates = {
+            name.removeprefix("shared_"): adapter for name, adapter in lora.items() if name.startswith("shared_")
+        }
         layers = (shared_up_weight, shared_up_bias), (shared_down_weight, shared_down_bias)
         shared = mlp_branch(h, *layers, (shared_gate_weight, shared_gate_bias), activation, 0.0, updates, training)
         return f + (shared if shared_expert_gate is None else F.linear(h, shared_expert_gate).sigmoid() * shared)
@@ -731,7 +737,7 @@ def linear_distillation(
     **_,
 ):
     models = (student_input, student_weight, student_bias), (teacher_input, teacher_weight, teacher_bias)
-    logits = (logits_of(*one, softcap=cap) for one, cap in zip(models, (softcap, teacher_softcap), strict=True))
+    logits = (logits_of(*model, softcap=cap) for model, cap in zip(models, (softcap, teacher_softcap), strict=True))
     log_q, log_p = ((z / temperature).log_softmax(-1) for z in logits)
     return reduced_divergence(divergence(log_p.detach().to(log_q.dtype), log_q, beta), mask, reduction)
 
@@ -754,8 +760,8 @@ def linear_topk_distillation(
     log_q = (logits_of(student_input, student_weight, student_bias) / temperature).log_softmax(-1)
     both = [teacher_log_probs.to(log_q.dtype), log_q.gather(-1, teacher_tokens)]
     if add_tail_bucket:
-        rest = [torch.log1p(-one.exp().sum(-1, keepdim=True)) for one in both]
+        rest = [torch.log1p(-logs.exp().sum(-1, keepdim=True)) for logs in both]
         log_p, log_q = (torch.cat(pair, -1) for pair in zip(both, rest, strict=True))
     else:
-        log_p, log_q = (one.log_softmax(-1) for one in both)
+        log_p, log_q = (logits.log_softmax(-1) for logits in both)
     return reduced_divergence(divergence(log_p, log_q, beta), mask, reduction)

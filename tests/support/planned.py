@@ -100,9 +100,9 @@ def loss_of(output):
 
 def counted(model, *inputs):
     """Bytes that a forward in training mode saves. The random state is as before."""
-    with torch.random.fork_rng(), memory.saved_tensors(model) as found:
+    with torch.random.fork_rng(), memory.saved_tensors(model) as saved:
         model.train()(*inputs)
-    return found.bytes
+    return saved.bytes
 
 
 def peak_of(model, inputs):
@@ -115,8 +115,8 @@ def peak_of(model, inputs):
 
 
 def forget_gradients(model, inputs):
-    for one in (*model.parameters(), *inputs):
-        one.grad = None
+    for tensor in (*model.parameters(), *inputs):
+        tensor.grad = None
 
 
 def least_of(plan):

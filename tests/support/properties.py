@@ -55,10 +55,10 @@ class Case(NamedTuple):
             return self.fixed
         chosen = values_of(self.entry.name, self.sizes)
         mode = {"recompute": self.mode} if self.mode else {}
-        found = self.entry.inputs(self.sizes) | mode
+        inputs = self.entry.inputs(self.sizes) | mode
         for name in reversed(self.options):
-            found |= chosen[name]
-        return found | {name: chosen[name][name] for name in self.options if name in chosen[name]}
+            inputs |= chosen[name]
+        return inputs | {name: chosen[name][name] for name in self.options if name in chosen[name]}
 
     @property
     def others(self) -> list[Tensor]:
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     def given(self, leaves: Tensors) -> dict:
         """Numbers that are not trained, such as a teacher's, are in float64 where everything is."""
-        double = any(one.dtype == torch.float64 for one in leaves.values())
+        double = any(leaf.dtype == torch.float64 for leaf in leaves.values())
         return tree_map_only(Tensor, lambda t: t.double() if double and t.is_floating_point() else t, self.arguments)
 
     def results(self, leaves: Tensors, **more) -> list[Tensor]:
@@ -106,17 +106,19 @@ def call_of(name: str, *options: str, mode: int = 0, sizes: Sizes = Sizes(), **m
 
 def dropping(name: str, **more: Any) -> Case:
     """An op that drops what it can, which moves the generator."""
-    return call_of(name, *(one for one in OF_OPS[name].every_option() if one == "p" or one.endswith("_p")), **more)
+    return call_of(
+        name, *(option for option in OF_OPS[name].every_option() if option == "p" or option.endswith("_p")), **more
+    )
 
 
 def tensors_of(returned) -> list[Tensor]:
-    return [one for one in tree_leaves(returned) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
 
 
 def joined(results: list[Tensor]) -> Tensor:
     """The numbers among them, as one tensor."""
-    numbers = [one for one in results if one.is_floating_point()]
-    return numbers[0] if len(numbers) == 1 else torch.cat([one.reshape(-1) for one in numbers])
+    numbers = [tensor for tensor in results if tensor.is_floating_point()]
+    return numbers[0] if len(numbers) == 1 else torch.cat([tensor.reshape(-1) for tensor in numbers])
 
 
 def outcome(results: list[Tensor], leaves: Tensors, laid: Callable[[Tensor], Tensor] = Tensor.clone, **more) -> Tensors:
@@ -124,12 +126,12 @@ def outcome(results: list[Tensor], leaves: Tensors, laid: Callable[[Tensor], Ten
 
     laid: gives a result's gradient other strides.
     """
-    graphs = [one for one in results if one.requires_grad]
+    graphs = [result for result in results if result.requires_grad]
     sent = [laid(dy) if dy.dim() else dy for dy in map(output_gradient, graphs, range(len(graphs)))]
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
     grads = torch.autograd.grad(graphs, [leaves[name] for name in names], sent, allow_unused=True, **more)
-    found = {f"result {i}": one.detach() for i, one in enumerate(results)}
-    return found | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads, strict=True)}
+    values = {f"result {i}": result.detach() for i, result in enumerate(results)}
+    return values | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads, strict=True)}
 
 
 # -- values of arguments that the catalogue has not ---------------------------------------------------------------------
@@ -200,18 +202,18 @@ def _layer_variants(s: Sizes, name: str) -> dict[str, dict]:
     own = ("x", "training", "recompute", "workspace")
     attention = OPS["latent_attention_block" if "latents" in name else "attention_block"]
     feed = OPS["moe_block" if "experts" in name else "mlp_block"]
-    found = {}
+    calls = {}
     for i in range(2):
-        parts = [Case(one, many(one.name)[i], "", s).arguments for one in (attention, feed)]
-        parts = [{key: one for key, one in part.items() if key not in own} for part in parts]
-        found[f"many options {'before' if i else 'after'} a norm"] = dict(
+        parts = [Case(part, many(part.name)[i], "", s).arguments for part in (attention, feed)]
+        parts = [{key: value for key, value in part.items() if key not in own} for part in parts]
+        calls[f"many options {'before' if i else 'after'} a norm"] = dict(
             attention_arguments=parts[0], mlp_arguments=parts[1] | {"residual": True}
         )
     if name == "transformer_layer":
         memory = _attention_variants(s)["memory of other features"]
-        plain = {key: one for key, one in attention.inputs(s).items() if key not in own}
-        found["memory of other features"] = {"cross_attention_arguments": plain | memory}
-    return found
+        plain = {key: value for key, value in attention.inputs(s).items() if key not in own}
+        calls["memory of other features"] = {"cross_attention_arguments": plain | memory}
+    return calls
 
 
 def _without_biases(entry: Entry, s: Sizes) -> dict[str, dict]:
@@ -231,16 +233,16 @@ def values_of(name: str, s: Sizes) -> dict[str, dict]:
 
 def variants_of(entry: Entry, s: Sizes) -> dict[str, dict]:
     name, parameters = entry.function.__name__, entry.parameters
-    found = _without_biases(entry, s)
+    calls = _without_biases(entry, s)
     if name == "attention_block":
-        found |= _attention_variants(s)
+        calls |= _attention_variants(s)
     elif name == "latent_attention_block":
-        found |= _latent_variants(s)
+        calls |= _latent_variants(s)
     elif name == "transformer_layer":
-        found |= _layer_variants(s, entry.name)
+        calls |= _layer_variants(s, entry.name)
     elif name == "scaled_dot_product_attention":
         (B, S), H = s.lead, s.heads
-        found |= {
+        calls |= {
             "a mask of keys": dict(attn_mask=torch.arange(B * (S + 1)).view(B, 1, 1, S + 1) % 3 > 0, dropout_p=P),
             "values of other features": dict(value=normal(B, H, S + 1, 3)),
             "rows after the last column": dict(query=normal(B, H, 3 * S, HEAD_DIM), window_size=(1, -1), dropout_p=P),
@@ -250,29 +252,29 @@ def variants_of(entry: Entry, s: Sizes) -> dict[str, dict]:
             cu_seq_q=cumulated(0, 4, 4, 9), cu_seq_k=cumulated(0, 3, 5, 11), max_q=5, max_k=6, enable_gqa=True
         )
         packed |= dict(query=normal(11, 4, HEAD_DIM)) | dict.fromkeys(("key", "value"), normal(14, 2, HEAD_DIM))
-        found |= {
+        calls |= {
             "other sequences of keys": packed,
             "a negative scale of causal scores": packed | dict(is_causal=True, scale=-0.5),
             "a window of other sequences of keys": packed | dict(window_size=(2, 1)),
         }
     elif name == "moe_mlp":
         index = torch.arange(2 * s.tokens).view(*s.lead, 2) % (s.experts + 2) - 1
-        found["dropped pairs and an expert without tokens"] = dict(top_k_index=index.masked_fill(index == 1, 0))
+        calls["dropped pairs and an expert without tokens"] = dict(top_k_index=index.masked_fill(index == 1, 0))
     elif name == "moe_block":
         plain = dict(shared_up_weight=normal(9, s.features), shared_down_weight=normal(s.features, 9))
-        found["a shared expert without a gate"] = plain | dict(activation="relu", top_k=1)
+        calls["a shared expert without a gate"] = plain | dict(activation="relu", top_k=1)
     elif name == "selected_log_probs":
         tokens = torch.arange(s.tokens).view(s.lead) % s.out
         several = torch.stack([tokens, tokens, tokens.roll(1), torch.full_like(tokens, s.out - 1)], -1)
         several = dict(tokens=several.masked_fill(several % 3 == 0, -100), return_entropy=True)
-        found |= {
+        calls |= {
             "several candidates": several,
             "several candidates with an update": several | ALL[name].every_option(s)["lora"],
         }
     if "activation" in parameters and name != "transformer_layer":
         acts = oracles.ACTIVATIONS if "mlp" in name or "linear" in name else ("relu",)
-        found |= {f"activation {one}": {"activation": one} for one in acts}
-    return found
+        calls |= {f"activation {act}": {"activation": act} for act in acts}
+    return calls
 
 
 class Calls(TorchDispatchMode):
@@ -314,14 +316,14 @@ def alone(entry: Entry) -> list[tuple[str, ...]]:
 def in_pairs(entry: Entry) -> dict[str, list[tuple[str, ...]]]:
     """For each option it alone and with each later one, all at one index of `in_turn`; "" is no option."""
     names = options_of(entry)
-    return {"": [()]} | {one: [(one,), *((one, other) for other in names[i + 1 :])] for i, one in enumerate(names)}
+    return {"": [()]} | {name: [(name,), *((name, other) for other in names[i + 1 :])] for i, name in enumerate(names)}
 
 
 @functools.cache
 def many(name: str) -> list[tuple[str, ...]]:
     """Calls with as many options at once as the op accepts: taken as the catalogue lists them, and from its end."""
-    entry, found = ALL[name], []
-    options = [one for one in options_of(entry) if one not in ("training", "p")]  # which switch dropout off
+    entry, covered = ALL[name], []
+    options = [option for option in options_of(entry) if option not in ("training", "p")]  # which switch dropout off
     for order in (options, options[::-1]):
         taken: tuple[str, ...] = ()
         for option in order:
@@ -331,9 +333,9 @@ def many(name: str) -> list[tuple[str, ...]]:
             except REFUSALS:
                 continue
             taken = (*taken, option)
-        if set(taken) not in map(set, found):
-            found.append(taken)
-    return found
+        if set(taken) not in map(set, covered):
+            covered.append(taken)
+    return covered
 
 
 def mode_in_turn(entry: Entry, i: int) -> str:

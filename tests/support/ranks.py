@@ -88,9 +88,9 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
             torch.manual_seed(0)
             function = _load(file, name, loaded)
             if hasattr(function, "on_rank"):
-                mesh, given = arguments
+                mesh, options = arguments
                 first = rank if mesh is None else init_device_mesh("cpu", (size,), mesh_dim_names=(mesh,))
-                function = functools.partial(function.on_rank, first, **given)
+                function = functools.partial(function.on_rank, first, **options)
             else:
                 function = functools.partial(function, rank, *arguments)
             pipe.send((True, function()))
@@ -142,10 +142,10 @@ class Ranks:
         self.start(size, function, arguments, "gloo")
         process = self.started[lost][0]
         try:
-            found, failed = self.reports(size, lost)
-            if found:
+            results, failed = self.reports(size, lost)
+            if results:
                 raise RankError(
-                    f"rank {lost} of {size} was to be lost, and others return without an error: {sorted(found)}"
+                    f"rank {lost} of {size} was to be lost, and others return without an error: {sorted(results)}"
                 )
             if len(failed) < size - 1:
                 raise RankError("\n".join(self.where(rank) for rank in range(size) if rank not in {lost, *failed}))
@@ -175,34 +175,36 @@ class Ranks:
 
     def results(self, size: int) -> list[Any]:
         __tracebackhide__ = True
-        found, failed = self.reports(size)
+        results, failed = self.reports(size)
         if failed:
             raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in failed.items()))
-        if len(found) < size:
-            raise RankError("\n".join(self.where(rank) for rank in range(size) if rank not in found))
-        return [found[rank] for rank in range(size)]
+        if len(results) < size:
+            raise RankError("\n".join(self.where(rank) for rank in range(size) if rank not in results))
+        return [results[rank] for rank in range(size)]
 
     def reports(self, size: int, lost: int | None = None) -> tuple[dict[int, Any], dict[int, str]]:
         """(what ranks returned, their errors) when all but `lost` have reported, or none will for want of patience. If none is
         lost, an error gives the others half a second."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         failed: dict[int, str] = {}
         end = time.monotonic() + self.patience
-        while left := {*range(size)} - {lost, *found, *failed}:
+        while left := {*range(size)} - {lost, *results, *failed}:
             if (seconds := end - time.monotonic()) <= 0:
                 break
-            places = {one: rank for rank in left for one in (self.started[rank][1], self.started[rank][0].sentinel)}
-            for rank in sorted({places[one] for one in wait(places, seconds)}):
+            places = {
+                handle: rank for rank in left for handle in (self.started[rank][1], self.started[rank][0].sentinel)
+            }
+            for rank in sorted({places[handle] for handle in wait(places, seconds)}):
                 process, pipe = self.started[rank]
                 try:
                     done, value = pipe.recv()
                 except (EOFError, ConnectionError):
                     process.join()
                     done, value = False, f"died with exit code {process.exitcode}, without a report"
-                (found if done else failed)[rank] = value
+                (results if done else failed)[rank] = value
             if failed and lost is None:
                 end = min(end, time.monotonic() + TOGETHER)
-        return found, failed
+        return results, failed
 
     def stacks(self, rank: int) -> str:
         return os.path.join(self.folder.name, f"stacks-{rank}")

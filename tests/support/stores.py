@@ -9,27 +9,27 @@ from ckptkern.storage.store import Chained
 
 
 class Save(torch.autograd.Function):
-    """y = x; backward hands what it finds of `saved` to `found`."""
+    """y = x; backward hands what it finds of `saved` to `restored`."""
 
     @staticmethod
-    def forward(ctx, x, found, *saved):
+    def forward(ctx, x, restored, *saved):
         ctx.save_for_backward(*saved)
-        ctx.found = found
+        ctx.restored = restored
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        ctx.found.extend(ctx.saved_tensors)
+        ctx.restored.extend(ctx.saved_tensors)
         return dy, None, *[None] * len(ctx.saved_tensors)
 
 
 def through(keep, *tensors):
     """What backward finds of tensors that were saved under `keep`."""
-    x, found = torch.ones((), requires_grad=True, device="cpu"), []
+    x, restored = torch.ones((), requires_grad=True, device="cpu"), []
     with keep:
-        y = Save.apply(x, found, *tensors)
+        y = Save.apply(x, restored, *tensors)
     y.backward()
-    return found
+    return restored
 
 
 def watch(keep):
@@ -48,7 +48,7 @@ def gradients(module, x, keep):
     return [x.grad, *(p.grad for p in module.parameters())]
 
 
-def made(call):
+def store_of(call):
     """The store that a text makes: "offload(min_bytes=0)"."""
     names = {name: getattr(storage, name) for name in ("compress", "offload", "partition")}
     return eval(call, names | {"copies": copies})

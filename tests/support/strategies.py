@@ -51,10 +51,10 @@ BLOCKS = {
 
 def block(name: str, mode: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    made = BLOCKS[name](recompute=mode, dtype=torch.float64)
-    for parameter in made.parameters():  # biases and norms are not zeros and ones
+    block = BLOCKS[name](recompute=mode, dtype=torch.float64)
+    for parameter in block.parameters():  # biases and norms are not zeros and ones
         nn.init.normal_(parameter, std=0.3)
-    return made
+    return block
 
 
 def converted(name: str, dropout: bool = True) -> nn.Module:
@@ -87,19 +87,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def check_gradients(
-    unfused: nn.Module, ours: nn.Module, what: str, over: DeviceMesh | None = None, tolerance: float = 1e-10
+    unfused: nn.Module, ours: nn.Module, label: str, over: DeviceMesh | None = None, tolerance: float = 1e-10
 ) -> None:
     """over: the mesh whose ranks each have a part of the sum."""
     largest = max(p.grad.abs().max() for p in unfused.parameters() if p.grad is not None)
     for (name, p), q in zip(unfused.named_parameters(), ours.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"{what}: {name}"
+        assert (p.grad is None) == (q.grad is None), f"{label}: {name}"
         if p.grad is not None:
             assert isinstance(q.grad, DTensor) == isinstance(q, DTensor)
             grad = whole(q.grad)
             if over is not None:
                 dist.all_reduce(grad := grad.clone(), group=over.get_group())
             error = (grad - p.grad).abs().max() / largest
-            assert error < tolerance, f"{what}: {name} differs by {error:.1e}"
+            assert error < tolerance, f"{label}: {name} differs by {error:.1e}"
 
 
 def step(
@@ -120,7 +120,7 @@ def check_step(
     ours: nn.Module,
     mesh: DeviceMesh,
     strategy: str,
-    what: str,
+    label: str,
     *,
     length: int = S,
     calls: Sequence[Callable | None] = (None, None),
@@ -138,6 +138,6 @@ def check_step(
     part = part or (lambda rows: mine(rows, mesh, strategy))
     y, dx, saved_whole = step(unfused, x, weight, calls[0])
     z, dz, saved = step(ours, part(x), part(weight), calls[1])
-    torch.testing.assert_close((z, dz), (part(y), part(dx)), msg=lambda text: f"{what}: {text}", **close)
-    check_gradients(unfused, ours, what, mesh if strategy in ("contiguous", "zigzag") else None, tolerance)
+    torch.testing.assert_close((z, dz), (part(y), part(dx)), msg=lambda text: f"{label}: {text}", **close)
+    check_gradients(unfused, ours, label, mesh if strategy in ("contiguous", "zigzag") else None, tolerance)
     return saved_whole, saved

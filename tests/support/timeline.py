@@ -102,11 +102,11 @@ class Timeline(TorchDispatchMode):
             self.add(Step("wait", collective.name, number=collective.number))
 
     def compute(self, func: Any, name: str, args: tuple) -> None:
-        if func.is_view or name in SILENT or not any(isinstance(one, Tensor) for one in tree_leaves(args)):
+        if func.is_view or name in SILENT or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args)):
             return
         if name in MATMULS:
-            tensors = [one for one in args if isinstance(one, Tensor)][-2:]
-            self.add(Step("matmul", name, tuple(tuple(one.shape) for one in tensors)))
+            tensors = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+            self.add(Step("matmul", name, tuple(tuple(tensor.shape) for tensor in tensors)))
         else:
             self.add(Step("attention" if "attention" in name else "elementwise", name))
 

@@ -20,16 +20,16 @@ def seen(model: nn.Module) -> dict[str, Any]:
     """Returns what can be compared of random states and of each attribute of each module: which object it is, and what that
     holds."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    found: dict[str, Any] = {
-        "random state of torch": [one.tolist() for one in (torch.get_rng_state(), *devices)],
+    state: dict[str, Any] = {
+        "random state of torch": [numbers.tolist() for numbers in (torch.get_rng_state(), *devices)],
         "random state of Python": random.getstate(),
         "random state of NumPy": repr(numpy.random.get_state()),
     }
     for path, module in model.named_modules(remove_duplicate=False):
-        found[f"{path}.__class__"] = type(module)
-        found[f"{path} attention implementation"] = getattr(getattr(module, "config", None), ATTENTION, None)
-        found |= {f"{path}.{name}": _inside(value, 0) for name, value in vars(module).items()}
-    return found
+        state[f"{path}.__class__"] = type(module)
+        state[f"{path} attention implementation"] = getattr(getattr(module, "config", None), ATTENTION, None)
+        state |= {f"{path}.{name}": _inside(value, 0) for name, value in vars(module).items()}
+    return state
 
 
 def _inside(value: Any, depth: int) -> Any:
@@ -55,9 +55,9 @@ def _inside(value: Any, depth: int) -> Any:
     items = list(value.items() if isinstance(value, dict) else value) if hasattr(value, "__iter__") else []
     if isinstance(value, set):
         items = sorted(items, key=id)
-    held = {name: one for name, one in getattr(value, "__dict__", {}).items() if name != ATTENTION}
+    held = {name: item for name, item in getattr(value, "__dict__", {}).items() if name != ATTENTION}
     identity = None if isinstance(value, tuple) else id(value)
-    return identity, [_inside(one, depth + 1) for one in (*items, *sorted(held.items()))]
+    return identity, [_inside(item, depth + 1) for item in (*items, *sorted(held.items()))]
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:

@@ -27,9 +27,9 @@ def trained(recipe: dict[str, Any], trainer: str, name: str, model: torch.nn.Mod
         log = recipe["train"](recipe[trainer], model, **options)
     largest = max(after - before for before, after in itertools.pairwise([0, *timeline.bytes]))
     print(f"{name}: peak {format_size(timeline.peak)}, largest tensor {format_size(largest)}")
-    what = "reward" if trainer == "grpo" else "loss"
-    print(f"{what} {log[0][what]:.2f} -> {log[-1][what]:.2f}")
-    return torch.tensor([[entry[what], entry["grad_norm"]] for entry in log])[: 4 if trainer == "grpo" else None]
+    measure = "reward" if trainer == "grpo" else "loss"
+    print(f"{measure} {log[0][measure]:.2f} -> {log[-1][measure]:.2f}")
+    return torch.tensor([[entry[measure], entry["grad_norm"]] for entry in log])[: 4 if trainer == "grpo" else None]
 
 
 def main(trainer: str) -> None:

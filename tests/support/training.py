@@ -109,9 +109,9 @@ class Cast(nn.Module):
 def loss_of(network: nn.Module, step: int, micro: int, rank: int, skips: bool = False) -> Tensor:
     """skips: whether in some steps some ranks leave out a layer."""
     torch.manual_seed(1000 + 100 * step + 10 * micro + rank)  # of the masks
-    given = ids(100 * step + 10 * micro + rank).to(next(network.parameters()).device)
-    logits = network(given, **({"skip": step} if skips and (step == 1 or rank == 0) else {}))
-    return F.cross_entropy(logits.float().flatten(0, 1), given.roll(1, 1).flatten())
+    tokens = ids(100 * step + 10 * micro + rank).to(next(network.parameters()).device)
+    logits = network(tokens, **({"skip": step} if skips and (step == 1 or rank == 0) else {}))
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
 def optimizer_of(network: nn.Module) -> torch.optim.Optimizer:
@@ -163,6 +163,6 @@ def check(
         torch.testing.assert_close(losses, {place: of_all[place] for place in losses}, rtol=rtol, atol=atol)
         for mine, theirs in zip(grads, wanted, strict=True):
             if mine is None or theirs is None:
-                assert not any(one is not None and one.any() for one in (mine, theirs)), (mine, theirs)
+                assert not any(tensor is not None and tensor.any() for tensor in (mine, theirs)), (mine, theirs)
             else:
                 torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)

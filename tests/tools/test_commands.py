@@ -77,8 +77,8 @@ def test_convert_of_other_inputs_and_layers(arguments, checkpoints, file, capsys
 def test_report(file, tmp_path, capsys):
     pytest.importorskip("scipy")
     out, figure = tmp_path / "rows.csv", tmp_path / "memory.png"
-    given = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--saved", "256B"]
-    assert main(given) == 0
+    arguments = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--saved", "256B"]
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "eager PyTorch" in text
     assert "saved: 128 B of a budget of 256 B" in text
@@ -105,12 +105,15 @@ def test_frontier(file, capsys):
         ("convert {file}:nothing", "must return a torch.nn.Module, or (model, inputs), not int"),
         ("report model.py", "wanted FILE:FUNCTION but got 'model.py'"),
         ("report {file}:encoder", "must return (model, inputs), to measure with"),
-        ("report {file}:build --saved 1B", "wanted at most 1 B (1 bytes) saved for backward, but the least"),
-        ("report {file}:build --budget 1B", "wanted a step of at most 1 B (1 bytes), but the least"),
+        (
+            "report {file}:build --saved 1B",
+            "the budget of saved tensors is 1 B (1 bytes), but the model saves at least",
+        ),
+        ("report {file}:build --budget 1B", "the budget is 1 B (1 bytes), but the lowest peak"),
         ("report {file}:build --budget some", "budget must be a number of bytes, or a size such as"),
         ("frontier model.py --budget 1GiB", "wanted FILE:FUNCTION but got 'model.py'"),
         ("frontier {file}:encoder --budget 1GiB", "FUNCTION must return (model, make_inputs)"),
-        ("frontier {file}:of_sizes --budget 1B", "wanted a step of at most 1 B, but size 64 takes"),
+        ("frontier {file}:of_sizes --budget 1B", "the budget is 1 B, but size 64 takes"),
         ("frontier {file}:of_sizes --budget some", "budget must be a number of bytes"),
     ],
 )

@@ -51,7 +51,7 @@ def test_on_a_gpu_what_runs_by_default_is_checked_too(monkeypatch):
         monkeypatch.setattr(selftest, name, lambda *arguments, name=name: ran.append((name, *arguments[-2:])) or [])
     for check in selftest.checks():
         list(check)
-    of_ops = [one[1:] for one in ran if one[0] == "check_op"]
+    of_ops = [call[1:] for call in ran if call[0] == "check_op"]
     assert of_ops.count(("cuda", "auto")) == of_ops.count(("cuda", "triton")) == len(of_ops) / 2 > 0
     assert ran.count(("check_dropout", "cuda", "triton")) == 1
 

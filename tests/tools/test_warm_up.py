@@ -81,8 +81,8 @@ def state_of(model: nn.Module, *more: Tensor) -> list:
             random.getstate(),
             np.random.get_state()[1].tolist(),
             np.random.get_state()[2],
-            [one.detach() for one in more],
-            [one.grad for one in more],
+            [tensor.detach() for tensor in more],
+            [p.grad for p in more],
         ]
     )
 
@@ -107,8 +107,8 @@ def test_nothing_of_the_step_stays(autocast: bool, training: bool) -> None:
     before = state_of(model, *args)
     with torch.autocast("cpu", BF16, enabled=autocast), torch.no_grad():
         ckptkern.warm_up(model, args[0], scale=args[1])
-    for one, other in zip(state_of(model, *args), before, strict=True):
-        assert same(one, other), (one, other)
+    for after, other in zip(state_of(model, *args), before, strict=True):
+        assert same(after, other), (after, other)
     assert model.mlp.fc1.weight.grad is gradient
     assert model.norm.weight.grad is None
 
@@ -118,8 +118,8 @@ def test_nothing_stays_of_a_step_that_raises() -> None:
     before = state_of(model, *args)
     with pytest.raises(RuntimeError, match="after everything has moved"):
         ckptkern.warm_up(model, *args)
-    for one, other in zip(state_of(model, *args), before, strict=True):
-        assert same(one, other), (one, other)
+    for after, other in zip(state_of(model, *args), before, strict=True):
+        assert same(after, other), (after, other)
 
 
 class Casts(TorchDispatchMode):
@@ -236,7 +236,7 @@ def test_a_parameter_that_forward_writes_is_named() -> None:
     ("call", "error", "message"),
     [
         (lambda: ckptkern.warm_up(torch.relu, torch.ones(2)), TypeError, "must be a torch.nn.Module, not builtin"),
-        (lambda: ckptkern.warm_up(nn.ReLU()), ValueError, "wanted the inputs of a training step"),
+        (lambda: ckptkern.warm_up(nn.ReLU()), ValueError, "example inputs are missing"),
         (lambda: ckptkern.warm_up(nn.ReLU(), torch.ones(2)), ValueError, "warm_up: wanted an output with a gradient"),
         (lambda: ckptkern.warm_up(nn.LazyLinear(2), torch.ones(1, 2)), ValueError, "a lazy module has no parameters"),
     ],
@@ -333,12 +333,12 @@ def test_what_the_c_compiler_builds_is_counted(tmp_path, monkeypatch: pytest.Mon
     build = pytest.importorskip("triton.runtime.build")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     before = build._build
-    with module.compilations(lambda *_: None) as found:
+    with module.compilations(lambda *_: None) as compiled:
         for _ in range(2):
             build.compile_module_from_src(C_MODULE, "launcher")
     assert build._build is before
-    assert len(found.c_modules) == 1
-    assert found.c_modules[0] > 0
+    assert len(compiled.c_modules) == 1
+    assert compiled.c_modules[0] > 0
     warm = module.WarmUp([module.Kernel("_mlp_bwd_kernel", 1.0, False)], 3, 2.0, [0.25, 0.5])
     assert str(warm).splitlines()[-1] == "    0.75 s  the C compiler, for launches x2"
 
@@ -361,7 +361,7 @@ def test_after_it_nothing_is_compiled_and_a_graph_is_captured(
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), module.compilations(lambda *_: None) as found:
+    with torch.cuda.stream(stream), module.compilations(lambda *_: None) as compiled:
         model(x).backward(torch.ones_like(x))
         torch.cuda.synchronize()
     model.zero_grad()
@@ -371,5 +371,5 @@ def test_after_it_nothing_is_compiled_and_a_graph_is_captured(
         model(x).backward(torch.ones_like(x))
     graph.replay()
     torch.cuda.synchronize()
-    assert found.count == captured.count == 0
-    assert all(torch.isfinite(one.grad).all() for one in model.parameters())
+    assert compiled.count == captured.count == 0
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

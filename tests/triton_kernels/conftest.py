@@ -31,7 +31,7 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[int | None]:
 
     with emulated(arch) as launches:
         yield arch
-    ran = [(one.kernel, arch, one.counts.ctas, one.compiled, one.ran) for one in launches]
+    ran = [(launch.kernel, arch, launch.counts.ctas, launch.compiled, launch.ran) for launch in launches]
     request.node.user_properties.append(("launches", ran))
 
 

@@ -126,7 +126,7 @@ def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str
 def of_all(tensors: dict, core: AttentionCore, **tiles) -> tuple[dict, dict, dict]:
     """(ours, eagers, exact)."""
     wide = {name: t.double() for name, t in tensors.items()}
-    eagers, exact = (results_of(eager, given, core) for given in (tensors, wide))
+    eagers, exact = (results_of(eager, inputs, core) for inputs in (tensors, wide))
     return results_of(triton_kernels, tensors, core, **tiles), eagers, exact
 
 
@@ -163,7 +163,7 @@ WIDE_HEADS = [
 LARGE_CAP = Case(softcap=200.0)  # an error of tanh near 0 grows by so much
 
 
-PAIRS = [Case(*options) for options in (one.values[0].values() for one in pairwise(has_meaning, **OPTIONS))]
+PAIRS = [Case(*options) for options in (pair.values[0].values() for pair in pairwise(has_meaning, **OPTIONS))]
 
 
 @pytest.mark.parametrize("case", [*PAIRS, *WIDE_HEADS, LARGE_CAP], ids=str)
@@ -188,7 +188,8 @@ def test_windows_round_tile_edges(left, right, device):
 FEW = Case(torch.float32, 3, (2, 1), (1, 1), (None, 0), "1H1K", dropout=0.3)
 FEW_OR_NONE = [dataclasses.replace(FEW, lengths=lengths) for lengths in ((0, 5), (5, 0), (1, 1), (16, 32), (33, 64))]
 FEW_OR_NONE += [
-    dataclasses.replace(FEW, **one) for one in ({"batch": 0, "heads": (1, 1)}, {"head_dim": 0}, {"dropout": 1.0})
+    dataclasses.replace(FEW, **changes)
+    for changes in ({"batch": 0, "heads": (1, 1)}, {"head_dim": 0}, {"dropout": 1.0})
 ]
 
 
@@ -235,7 +236,9 @@ def test_recompute_equals_forward(dtype, device):
     """Forward again, with the gradient at hand: the same bits of o and lse."""
     case = dataclasses.replace(HEAVY, dtype=dtype)
     core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
-    (o, lse, _), (again, lse_again, _) = (triton_kernels.attn_fwd(q, k, v, core, do=one) for one in (None, do))
+    (o, lse, _), (again, lse_again, _) = (
+        triton_kernels.attn_fwd(q, k, v, core, do=upstream) for upstream in (None, do)
+    )
     assert_equal({"o": again, "lse": lse_again}, {"o": o, "lse": lse})
 
 
@@ -254,16 +257,16 @@ def test_only_what_is_needed(device):
     case = dataclasses.replace(HEAVY, lengths=(17, 33), batch=2)
     core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
     _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
-    given = q, k, v, do, lse, delta, core
-    expected = dict(zip(("dq", "dk", "dv"), triton_kernels.attn_bwd(*given), strict=True))
-    dq, *nothing = triton_kernels.attn_bwd(*given, need_dkv=False)
-    none, dk, dv = triton_kernels.attn_bwd(*given, need_dq=False)
+    arguments = q, k, v, do, lse, delta, core
+    expected = dict(zip(("dq", "dk", "dv"), triton_kernels.attn_bwd(*arguments), strict=True))
+    dq, *nothing = triton_kernels.attn_bwd(*arguments, need_dkv=False)
+    none, dk, dv = triton_kernels.attn_bwd(*arguments, need_dq=False)
     assert [none, *nothing] == [None] * 3
     assert_equal({"dq": dq, "dk": dk, "dv": dv}, expected)
     wide = {name: t.new_full((*t.shape[:3], 3, t.shape[3]), 7.0) for name, t in expected.items()}
     views = {name: t[..., 1, :] for name, t in wide.items()}
-    written = triton_kernels.attn_bwd(*given, **views)
-    assert all(one is view for one, view in zip(written, views.values(), strict=True))
+    written = triton_kernels.attn_bwd(*arguments, **views)
+    assert all(out is view for out, view in zip(written, views.values(), strict=True))
     assert_equal(views, expected)
     assert all((t[..., ::2, :] == 7).all() for t in wide.values()), "written outside of the view"
 

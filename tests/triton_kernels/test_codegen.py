@@ -23,8 +23,8 @@ def outcome(*command: str) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
-def learned(what: str) -> dict:
-    status, out, error = outcome(str(outside.ROOT / "tests" / "support" / "compiled.py"), what)
+def learned(part: str) -> dict:
+    status, out, error = outcome(str(outside.ROOT / "tests" / "support" / "compiled.py"), part)
     assert status == 0, error
     return json.loads(out)
 
@@ -35,7 +35,7 @@ def test_the_default_cases():
     assert len(default) <= 750
     kinds = {(case.op, case.arch, case.kind) for case in default}
     for kernel, arch in TILES:
-        for op in (one for one in cases.LAUNCHERS.values() if one.tiles == kernel):
+        for op in (launcher for launcher in cases.LAUNCHERS.values() if launcher.tiles == kernel):
             assert {(op.name, arch, kind) for kind in ("ieee", "few", "16B")} <= kinds
     sizes = {(case.op, case.arch, case.unaligned) for case in default if case.dtype == "bfloat16"}
     assert sizes >= set(itertools.product(cases.OPS, cases.ARCHS, (False, True)))
@@ -81,11 +81,11 @@ def test_injected_faults_are_found(which):
     injected = learned(which)
     assert injected.pop("none") == []
     assert which == "some_injected" or injected.keys() == FAULTS.keys()
-    for name, found in injected.items():
+    for name, faults in injected.items():
         if (
             name != "spill" or spills.compiler(metadata.version("triton")) is not None
         ):  # the spills of this compiler are named
-            assert any(re.match(FAULTS[name], fault) for fault in found), f"{name}: {found}"
+            assert any(re.match(FAULTS[name], fault) for fault in faults), f"{name}: {faults}"
 
 
 WITH_BITS = [f"{op}, relu" for op in cases.OPS if op not in cases.VARIANTS]
@@ -94,41 +94,46 @@ LAUNCHES = {*cases.OPS, *WITH_BITS, *cases.ATTENTION_OPS, "attn_dmask"}
 
 @pytest.mark.long
 def test_what_launches_compile():
-    found = learned("at_once")
+    answers = learned("at_once")
 
-    assert found["options"] == [], "a constant's value or a pointer that comes with an option of an op is in no case"
+    assert answers["options"] == [], "a constant's value or a pointer that comes with an option of an op is in no case"
 
     # Triton compiles anew for a 1, for a multiple of 16 and for the rest, unless told not to. Row counts, thresholds and
     # first rows enter no address. Seeds are tensors: their values are never seen. Matmuls have one tile for few rows and one
     # for many. Of widths that are multiples of 16 bytes the compiler is told what divides them, and not what they are.
     for question, names in (("specialized", LAUNCHES), ("widths", cases.OPS)):
-        of_many, of_one = found[question]
+        of_many, of_one = answers[question]
         assert of_many.keys() == LAUNCHES
         again = {name: of_many[name] for name in names if of_many[name] != of_one[name]}
         assert not again, f"{question}: these compile more than once: {again}"
 
     # A matmul and sum fused in forward and not in recompute would differ in the last bit.
     fused = {
-        name for name, keys in found["specialized"][0].items() for key in keys if "'enable_fp_fusion': False" not in key
+        name
+        for name, keys in answers["specialized"][0].items()
+        for key in keys
+        if "'enable_fp_fusion': False" not in key
     }
     assert not fused, f"multiply-adds of {fused} are fused"
 
     # An aligned tile spilled where the rows were aligned in length alone, or only the output's were not.
-    assert len(found["uneven"]) == 4
-    assert not any(found["uneven"].values()), f"unaligned in one respect, but with an aligned tile: {found['uneven']}"
+    assert len(answers["uneven"]) == 4
+    assert not any(answers["uneven"].values()), (
+        f"unaligned in one respect, but with an aligned tile: {answers['uneven']}"
+    )
 
     # tl.maximum drops NaN unless told not to; the interpreter's keeps it either way. Of .f32, or Triton 3.9's .bf16x2.
-    assert found["maxima"].keys() == {"relu", "relu2", "relu2 backward"}
-    assert all(kinds and all(kind.startswith("max.NaN.") for kind in kinds) for kinds in found["maxima"].values()), (
-        found["maxima"]
+    assert answers["maxima"].keys() == {"relu", "relu2", "relu2 backward"}
+    assert all(kinds and all(kind.startswith("max.NaN.") for kind in kinds) for kinds in answers["maxima"].values()), (
+        answers["maxima"]
     )
 
 
 def test_a_launch_is_whole_and_fenced():
     """Where the emulator has asked for the kernel's PTX before, too; Triton 3.6 has no fence of its own."""
-    found = learned("launched")
-    assert [len(counts) for counts in found.values()] == [1] * 3
-    assert min(*found["bytes"], *found["wgmmas"], *found["fences"]) > 0
+    answers = learned("launched")
+    assert [len(counts) for counts in answers.values()] == [1] * 3
+    assert min(*answers["bytes"], *answers["wgmmas"], *answers["fences"]) > 0
 
 
 def test_the_gate_refuses_the_interpreter(monkeypatch):

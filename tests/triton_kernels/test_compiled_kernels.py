@@ -98,7 +98,7 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
     for order in (lambda n: range(n)[::-1], lambda n: random.Random(n).sample(range(n), n)):
         with emulated(architecture, programs=order) as launches:
             results = launch()
-        assert max(one.counts.ctas for one in launches) > 1
+        assert max(launch.counts.ctas for launch in launches) > 1
         assert_equal(named(results), named(expected))
 
 

@@ -37,10 +37,10 @@ def upstream_of(M, device, weighted=True, entropy=True, seed=1):
 
 def statistics(backend, tensors, head, **options):
     """Forward's results by name; 0 for ignored tokens, of which it gives anything."""
-    made = backend.cross_entropy_fwd(*tensors, head, **options)
-    found = made.statistics._asdict() | {"z": None if made.z is None else made.z.t()}
+    outputs = backend.cross_entropy_fwd(*tensors, head, **options)
+    results = outputs.statistics._asdict() | {"z": None if outputs.z is None else outputs.z.t()}
     ignored = tensors[3] == head.ignore_index
-    return {name: value.masked_fill(ignored, 0) for name, value in found.items() if value is not None}
+    return {name: value.masked_fill(ignored, 0) for name, value in results.items() if value is not None}
 
 
 def lse_of(backend, tensors, head):
@@ -54,10 +54,10 @@ def gradient(backend, tensors, lse, upstream, head, keep=False, db=True, start=0
     out = torch.empty(len(x), len(w) - start, dtype=x.dtype, device=x.device)
     part = [None if t is None else t[start:] for t in (w, b, weights)]
     if keep:
-        made = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
-        saved = made.logits[:, start:], made.parts, made.statistics.z_t
-        given = *saved, start, target, part[2], lse, upstream, head
-        total = backend.cross_entropy_saved_bwd(*given, out, db=db)
+        outputs = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
+        saved = outputs.logits[:, start:], outputs.parts, outputs.statistics.z_t
+        arguments = *saved, start, target, part[2], lse, upstream, head
+        total = backend.cross_entropy_saved_bwd(*arguments, out, db=db)
     else:
         total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, upstream, head, out, db=db, **tile)
     return {"dz": out} | ({"db": total} if db else {})
@@ -88,10 +88,10 @@ def test_like_eager(case, device):
     tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
     wanted = {name: case[name] for name in ("weighted", "entropy", "arg_max", "logits")}
     of_all = (triton_kernels, tensors), (eager, tensors), (eager, wide(tensors))
-    three = [statistics(backend, given, head, **wanted) for backend, given in of_all]
+    three = [statistics(backend, inputs, head, **wanted) for backend, inputs in of_all]
     assert_accurate(*three, slack=4 * EPS)
     lse, upstream = three[2]["lse"].float(), upstream_of(M, device, case["weighted"], case["entropy"])
-    ours, eagers = (gradient(backend, given, lse, upstream, head, case["keep"]) for backend, given in of_all[:2])
+    ours, eagers = (gradient(backend, inputs, lse, upstream, head, case["keep"]) for backend, inputs in of_all[:2])
     exact = gradient(eager, of_all[2][1], lse.double(), TokenGradients(*wide(upstream)), head, case["keep"])
     assert_accurate(ours, {name: t.to(ours[name].dtype) for name, t in eagers.items()}, exact, slack=4 * EPS)
 
@@ -164,9 +164,9 @@ def test_any_tile(tile, interpreted):
     tensors, head, upstream = inputs_of(torch.float32, V=150), eager.Head(1.0, 0.0, IGNORED), upstream_of(37, "cpu")
     lse = lse_of(triton_kernels, tensors, head)
     ours, default = (
-        statistics(triton_kernels, tensors, head, weighted=True, entropy=True, arg_max=True, **one)
-        | gradient(triton_kernels, tensors, lse, upstream, head, **one)
-        for one in ({"tile": tile}, {})
+        statistics(triton_kernels, tensors, head, weighted=True, entropy=True, arg_max=True, **changes)
+        | gradient(triton_kernels, tensors, lse, upstream, head, **changes)
+        for changes in ({"tile": tile}, {})
     )
     torch.testing.assert_close(ours, default, rtol=1e-5, atol=1e-5)
 
@@ -182,18 +182,18 @@ def test_ignored_tokens_and_infinities(keep, device):
     lse = lse_of(triton_kernels, tensors, head)
     counted = target != IGNORED
     torch.testing.assert_close(lse[counted], lse_of(eager, tensors, head)[counted])
-    found = gradient(triton_kernels, tensors, lse, upstream_of(37, device, False), head, keep)
+    actual = gradient(triton_kernels, tensors, lse, upstream_of(37, device, False), head, keep)
     here = torch.arange(70, device=device) == target[:, None]
-    assert not found["dz"][~counted].any()
-    assert not found["dz"][:, :70][~here].any()
-    assert found["db"].isfinite().all()
+    assert not actual["dz"][~counted].any()
+    assert not actual["dz"][:, :70][~here].any()
+    assert actual["db"].isfinite().all()
 
 
 @pytest.mark.parametrize(("M", "V"), [(0, 5), (5, 0), (0, 0)])
 def test_empty(M, V, device):
     tensors, head = inputs_of(torch.float32, device, M=M, V=V), eager.Head(1.0, 0.0, IGNORED)
-    made = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
-    assert all((one == float("-inf")).all() for one in (made.lse, made.largest))
-    assert not any(one.any() for one in (made.z_t, made.wz, made.entropy, made.arg_max))
-    db = gradient(triton_kernels, tensors, made.lse, upstream_of(M, device), head)["db"]
+    totals = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
+    assert all((tensor == float("-inf")).all() for tensor in (totals.lse, totals.largest))
+    assert not any(tensor.any() for tensor in (totals.z_t, totals.wz, totals.entropy, totals.arg_max))
+    db = gradient(triton_kernels, tensors, totals.lse, upstream_of(M, device), head)["db"]
     assert torch.equal(db, torch.zeros(V, device=device))

@@ -20,15 +20,15 @@ TF32_CHAIN = 2.0**-6  # of eight layers, forward and backward
 
 def of_any_architecture() -> list[Case | AttentionCase]:
     """The check's default cases, with SiLU, whose code is short, in place of GELU, and what has no kind in float32, too."""
-    found = []
+    cases = []
     for case in default_cases():
         case = dataclasses.replace(case, arch=80)
         if isinstance(case, Case):
             case = dataclasses.replace(case, activation=case.activation.replace("gelu", "silu"))
-            found += [case] if case.kind else [case, dataclasses.replace(case, dtype="float32")]
+            cases += [case] if case.kind else [case, dataclasses.replace(case, dtype="float32")]
         elif case.dtype == "bfloat16" or case.kind == "ieee":  # whose error is that of float32
-            found.append(case)
-    return [*dict.fromkeys(found)]
+            cases.append(case)
+    return [*dict.fromkeys(cases)]
 
 
 CASES = of_any_architecture()

@@ -107,7 +107,7 @@ def act_and_slope(z, activation):
     rows = torch.nn.functional.pad(z, (0, -z.numel() % 128)).view(-1, 128)
     ours = triton_kernels.act_fwd(rows, None, activation)
     slopes, _ = triton_kernels.act_bwd(torch.ones_like(rows), rows, activation)
-    return zip((one.view(-1)[: z.numel()] for one in (ours, slopes)), exact_of(z, activation), strict=True)
+    return zip((t.view(-1)[: z.numel()] for t in (ours, slopes)), exact_of(z, activation), strict=True)
 
 
 @each_activation
@@ -119,11 +119,11 @@ def test_the_short_formulas_round_as_exact_ones(activation, dtype, device):
     z = z[z.abs() <= 20]
     for ours, exact in act_and_slope(z, activation):
         error, ideal = (ours.double() - exact) ** 2, (exact.to(dtype).double() - exact) ** 2
-        error, ideal = (torch.where(exact.abs() < 2.0**-120, 0, one) for one in (error, ideal))
+        error, ideal = (torch.where(exact.abs() < 2.0**-120, 0, t) for t in (error, ideal))
         assert error.sum().sqrt() <= 1.001 * ideal.sum().sqrt()
         part = z.double().floor().long() + 20
         error, ideal = (
-            torch.zeros(41, dtype=torch.double, device=device).index_add_(0, part, one) for one in (error, ideal)
+            torch.zeros(41, dtype=torch.double, device=device).index_add_(0, part, t) for t in (error, ideal)
         )
         assert (error.sqrt() <= 1.05 * ideal.sqrt()).all(), (error / ideal).sqrt().tolist()
 
@@ -175,8 +175,8 @@ def test_relu_backward_of_special_values(dtype, saved, device):
     dy, z = (t.contiguous() for t in torch.meshgrid(special, special, indexing="ij"))
     expected = torch.autograd.grad(torch.relu(z.requires_grad_()), z, dy)[0]
     z = z.detach()
-    given = {"z": z, "y": torch.relu(z), "bits": eager.pack_bits(~(z <= 0))}[saved]
-    dz, db = triton_kernels.act_bwd(dy, given, "relu", bits=saved == "bits", db=True)
+    operand = {"z": z, "y": torch.relu(z), "bits": eager.pack_bits(~(z <= 0))}[saved]
+    dz, db = triton_kernels.act_bwd(dy, operand, "relu", bits=saved == "bits", db=True)
     assert torch.equal(dz.isnan(), expected.isnan())
     assert torch.equal(dz.nan_to_num(7), expected.nan_to_num(7))
     assert torch.equal(db.isnan(), expected.float().sum(0).isnan())

@@ -42,8 +42,8 @@ def pairs_of(
     """(groups, how many token-expert pairs an expert has, a row for each pair: NaN where none has it)."""
     groups = eager.route(routing(kind, *KINDS[kind]).to(device), KINDS[kind][2])
     live, rows = int(groups.offs[-1]), [torch.randn(len(groups.order), width).to(device, dtype) for width in widths]
-    for one in rows:
-        one[live:] = float("nan")
+    for t in rows:
+        t[live:] = float("nan")
     return groups, live, rows
 
 
@@ -104,7 +104,7 @@ def test_sums_over_choices_ascend(kind, device):
     """In float32 and in the order of a token's choices, rounded once: eager's bits."""
     groups, _, (rows,) = pairs_of(kind, device, 41)
     s = torch.randn(KINDS[kind][:2], device=device)
-    ours, theirs = (one.experts_combine(rows, s, groups) for one in (triton_kernels, eager))
+    ours, theirs = (backend.experts_combine(rows, s, groups) for backend in (triton_kernels, eager))
     assert torch.equal(ours, theirs)
 
 
@@ -117,12 +117,12 @@ def test_tiles(sizes, dropped, device):
     """Each expert's tiles behind those of the experts before it, and -1 for what is left of the launch (aiter#4482)."""
     offs = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
     rows, height = sum(sizes) + dropped, INTERPRETED_TILE.BLOCK_M
-    found = experts_tiles.tiles_of(offs, rows, INTERPRETED_TILE).tolist()
+    tiles = experts_tiles.tiles_of(offs, rows, INTERPRETED_TILE).tolist()
     starts = enumerate(zip(offs.tolist(), sizes, strict=False))
     expected = [(e, start + row) for e, (start, size) in starts for row in range(0, size, height)]
-    assert len(found[0]) == -(-rows // height) + min(len(sizes), rows)
-    assert list(zip(*found, strict=True))[: len(expected)] == expected
-    assert set(found[0][len(expected) :]) <= {-1}
+    assert len(tiles[0]) == -(-rows // height) + min(len(sizes), rows)
+    assert list(zip(*tiles, strict=True))[: len(expected)] == expected
+    assert set(tiles[0][len(expected) :]) <= {-1}
 
 
 def layer(device: str, tokens: int, features: int, hidden: int, dtype: torch.dtype):

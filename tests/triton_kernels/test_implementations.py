@@ -131,8 +131,8 @@ def test_workspace_bounds_the_library_too(name, hidden, mode, drops):
     rows = 128 * (hidden + drops) * 64 * 2
     of_op = sys.modules["ckptkern.ops.mlp.mlp"]
     with mock.patch.object(of_op, "token_chunks", wraps=token_chunks) as spy, ckptkern.backend("auto"):
-        made = case.make(torch.bfloat16, "cpu")
-        leaves = {name: torch.empty_like(one, device="meta", requires_grad=True) for name, one in made.items()}
+        tensors = case.make(torch.bfloat16, "cpu")
+        leaves = {name: torch.empty_like(tensor, device="meta", requires_grad=True) for name, tensor in tensors.items()}
         with trace.as_on(120), instead_of_launches(lambda *_: None, 120), Allocated(leaves.values()) as allocated:
             y = case(leaves, workspace=rows, activation="gelu")
             dy, saved = torch.empty_like(y), allocated.now
@@ -165,20 +165,20 @@ def epilogues(monkeypatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("device", ["cpu"])
 def test_relus_epilogue_runs_where_z_is_not_saved(epilogues, device):
     library = _choices.primitives("library")
-    for shape, given, options in (
+    for shape, shapes, options in (
         ((9, 12), ((9, 12), (20, 12), (20,)), {}),
         ((9, 12), ((9, 12), (20, 12), (20,)), {"save_bits": True}),
         (None, ((9, 12), (20, 12)), {}),
         (None, ((9, 12), (20, 12), (20,)), {"save_z": True}),
         (None, ((9, 0), (20, 0), (20,)), {}),
     ):
-        x, w, b = *(torch.randn(one, dtype=torch.bfloat16) for one in given), *[None] * (3 - len(given))
-        exact = eager.linear_fwd(*(one if one is None else one.double() for one in (x, w, b)), "relu", "ieee").h
+        x, w, b = *(torch.randn(size, dtype=torch.bfloat16) for size in shapes), *[None] * (3 - len(shapes))
+        exact = eager.linear_fwd(*(t if t is None else t.double() for t in (x, w, b)), "relu", "ieee").h
         epilogues.clear()
-        made = library.linear_fwd(x, w, b, "relu", "ieee", **options)
-        assert (made.h - exact).abs().max() < 0.05
+        outputs = library.linear_fwd(x, w, b, "relu", "ieee", **options)
+        assert (outputs.h - exact).abs().max() < 0.05
         assert epilogues == ([] if shape is None else [shape])
-        assert made.bits is None or torch.equal(made.bits, eager.relu_bits(made.h))
+        assert outputs.bits is None or torch.equal(outputs.bits, eager.relu_bits(outputs.h))
     assert not library.linear_fwd(x, w, b, "gelu_tanh", "ieee").bits
     assert not epilogues
 
@@ -225,7 +225,7 @@ def test_classes_of_sizes():
         "up to 256 features",
         "more than 4096 features",
     ]
-    with pytest.raises(ValueError, match="wanted at most 4611686018427387904 features"):
+    with pytest.raises(ValueError, match="features must be at most 4611686018427387904"):
         _impls.size_class(2**62 + 1)
 
 

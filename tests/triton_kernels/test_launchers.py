@@ -124,11 +124,11 @@ def test_strides(case, layout, device):
             return t.clone()
         return layout(t) if t.is_floating_point() or layout is expanded_rows else transposed(t)
 
-    given = Tails(device)
-    given.backend = eager
-    case.launch(given)
+    tails = Tails(device)
+    tails.backend = eager
+    case.launch(tails)
     ours, theirs = (
-        case.launch(given.again(triton_kernels, change=one)) for one in (change, lambda t: change(t).contiguous())
+        case.launch(tails.again(triton_kernels, change=layout)) for layout in (change, lambda t: change(t).contiguous())
     )
     assert_same(ours, theirs)
 
@@ -151,9 +151,9 @@ FAR = [
 def test_offsets_beyond_int32(case, dim, device):
     """Rows, heads, tokens or matrices that start more than 2**31 elements after the first: of every input at once, on a GPU of
     the first two."""
-    given, spread = Tails(device), []
-    given.backend = eager
-    case.launch(given)
+    tails, spread = Tails(device), []
+    tails.backend = eager
+    case.launch(tails)
 
     def change(t: Tensor) -> Tensor:
         dims = t.dim() - (t.dim() < 4)  # columns of matrices are contiguous, those of a mask are not
@@ -162,7 +162,7 @@ def test_offsets_beyond_int32(case, dim, device):
         spread.append(t)
         return far_apart(t, dim)
 
-    assert_same(case.launch(given.again(triton_kernels, change=change)), case.launch(given.again(triton_kernels)))
+    assert_same(case.launch(tails.again(triton_kernels, change=change)), case.launch(tails.again(triton_kernels)))
     assert spread
 
 
@@ -170,13 +170,13 @@ def test_offsets_beyond_int32(case, dim, device):
 def test_runs_are_equal_and_inputs_are_left_alone(case, device, repeats):
     """The first launch and the others bit for bit: no atomics, no order that changes (cherimoya#50, mamba#827). What was
     saved or given is not overwritten (mamba#939)."""
-    given, used = Tails(device), []
-    expected = named(case.launch(given))
+    tails, used = Tails(device), []
+    expected = named(case.launch(tails))
     for _ in range(repeats):
-        again = given.again(triton_kernels, change=lambda t: used.append(t.clone()) or used[-1])
+        again = tails.again(triton_kernels, change=lambda t: used.append(t.clone()) or used[-1])
         assert_equal(named(case.launch(again)), expected)
     if case.op not in IN_PLACE:
-        for before, after in zip(given.given, used, strict=False):
+        for before, after in zip(tails.given, used, strict=False):
             assert torch.equal(after, before)
 
 
@@ -234,7 +234,7 @@ def test_tiles(launcher, device):
     assert_equal(kernel(launcher, tensors, "relu", tile=Tile(16, 128, 16, 4, 1, 4), **options), whole)
 
 
-@pytest.mark.parametrize("launcher", [one for one in DROPPING if "dy" in one.inputs], ids=str)
+@pytest.mark.parametrize("launcher", [row for row in DROPPING if "dy" in row.inputs], ids=str)
 def test_what_is_dropped_has_no_gradient_whatever_dy_is(launcher, device):
     """The gradients are 0 where eager PyTorch's are, also in the rows of an infinite dy, and nowhere else."""
     tensors = inputs_of(launcher, torch.bfloat16, device)

@@ -25,7 +25,7 @@ def linear(tensors, activation="identity", **options):
 
 
 def gate_and_up(tensors):
-    return (linear(pick(tensors, x="x", w=f"w{one}", b=f"b{one}"))["h"] for one in "gu")
+    return (linear(pick(tensors, x="x", w=f"w{part}", b=f"b{part}"))["h"] for part in "gu")
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["dual", "triple"])
@@ -39,9 +39,9 @@ def test_one_result_by_any_launch(activation, dtype, gated, device):
     fused, second = ("gated_bwd", "gated_act_grad") if gated else ("mlp_bwd", "act_grad")
     tensors = inputs_of(LAUNCHERS[fused], dtype, device, N=23)
     if gated:
-        given = {name: tensors[name] for name in LAUNCHERS["gated_fwd"].inputs}
+        inputs = {name: tensors[name] for name in LAUNCHERS["gated_fwd"].inputs}
         saved = dict(zip("gu", gate_and_up(tensors), strict=True))
-        forward = kernel(LAUNCHERS["gated_fwd"], given, activation, **options)
+        forward = kernel(LAUNCHERS["gated_fwd"], inputs, activation, **options)
         step = pick(tensors, dy="dy", wd="wd") | saved
     else:
         layer = pick(tensors, x="x", w="w1", b="b1")
@@ -75,12 +75,12 @@ def test_the_gated_matmul_is_rounded_once(device):
 @pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated"])
 def test_results_over_their_operands(gated, dtype, device):
     """They have the bits of new ones, and are where they are wanted."""
-    given = [torch.randn(70, 137, device=device).to(dtype) for _ in range(2 + gated)]
+    inputs = [torch.randn(70, 137, device=device).to(dtype) for _ in range(2 + gated)]
     launcher = triton_kernels.gated_hidden_grad if gated else triton_kernels.hidden_grad
     sums = {"dbg": True, "dbu": True} if gated else {"db": True}
-    expected = launcher(*given, "gelu", save_h=True, **sums)
+    expected = launcher(*inputs, "gelu", save_h=True, **sums)
     over = {"over": True, "over_gu": True} if gated else {"over": True, "h_over_z": True}
-    results = launcher(*given, "gelu", save_h=True, **sums, **over)
+    results = launcher(*inputs, "gelu", save_h=True, **sums, **over)
     assert all(map(torch.equal, results, expected))
-    places = (given[1], given[2], given[0]) if gated else given  # dg, du, h; dz, h
-    assert [one.data_ptr() for one in results[: len(given)]] == [one.data_ptr() for one in places]
+    places = (inputs[1], inputs[2], inputs[0]) if gated else inputs  # dg, du, h; dz, h
+    assert [t.data_ptr() for t in results[: len(inputs)]] == [t.data_ptr() for t in places]

@@ -34,7 +34,7 @@ class Rows:
         weight, bias = 1 + torch.randn(shape[-1]) / 2, torch.randn(shape[-1])
         t = {name: torch.randn(shape) for name in ("x", "residual", "dy")} | {"weight": weight, "bias": bias}
         t["x"] += shift
-        return {name: one.to(device, dtype) for name, one in t.items()} | {"kind": kind}
+        return {name: tensor.to(device, dtype) for name, tensor in t.items()} | {"kind": kind}
 
     def forward(self, backend, t, eps=EPS, out_dtype=None, **options):
         backend = norm if backend == "triton" else eager
@@ -63,7 +63,7 @@ class Heads:
         t |= {} if kind == "none" else {"weight": (1 + torch.randn(rows) / 2).to(dtype)}
         t |= {"bias": torch.randn(rows).to(dtype)} if "layer" in kind else {}
         t |= {name: torch.randn(B, S, R) for name in ("cos", "sin")} if R else {}
-        return {name: one.to(device) for name, one in t.items()} | {"interleaved": interleaved}
+        return {name: tensor.to(device) for name, tensor in t.items()} | {"interleaved": interleaved}
 
     def forward(self, backend, t, eps=EPS, out_dtype=None, **options):
         backend, kind = rotary if backend == "triton" else eager, "layer" if "bias" in t else "rms"
@@ -75,7 +75,11 @@ class Heads:
         arguments = t["dy"], t["x"], t.get("weight"), eps, t.get("cos"), t.get("sin"), t["interleaved"]
         options = {"need_dweight": "weight" in t, "need_dbias": "bias" in t} | options
         results = backend.heads_bwd(*arguments, kind=kind, **options)
-        return {name: one for name, one in zip(("dx", "dweight", "dbias"), results, strict=False) if one is not None}
+        return {
+            name: tensor
+            for name, tensor in zip(("dx", "dweight", "dbias"), results, strict=False)
+            if tensor is not None
+        }
 
 
 rows, heads = Rows(), Heads()
@@ -85,7 +89,7 @@ each = pytest.mark.parametrize(("of", "kind"), EACH)
 
 
 def changed(t: dict, change: Callable[[torch.Tensor], torch.Tensor]) -> dict:
-    return {name: change(one) if isinstance(one, torch.Tensor) else one for name, one in t.items()}
+    return {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in t.items()}
 
 
 def both(of, backend, t, eps=EPS, out_dtype=None):
@@ -123,7 +127,10 @@ MIXED = [(dtype,) * 3 for dtype in DTYPES] + [
 
 def of_dtypes(t: dict, x: torch.dtype, rest: torch.dtype, grad: torch.dtype) -> dict:
     dtypes = dict.fromkeys(("x", "residual"), x) | {"dy": grad}
-    return {name: one.to(dtypes.get(name, rest)) if isinstance(one, torch.Tensor) else one for name, one in t.items()}
+    return {
+        name: value.to(dtypes.get(name, rest)) if isinstance(value, torch.Tensor) else value
+        for name, value in t.items()
+    }
 
 
 @pytest.mark.parametrize("case", pairwise(shape=SHAPES, dtypes=MIXED, kind=ROWS))
@@ -225,7 +232,7 @@ def test_rows_do_not_depend_on_chunks(of, kind, device):
     """y and dx of a row are the same bits in any chunk of rows or heads, and whatever else is wanted: chunks of a workspace
     need that."""
     t = of.inputs(of.SHAPE, BF16, device, kind.removesuffix(" own rows"))
-    chunk = changed(t, lambda one: one[of.CHUNK[: one.dim() - 1]] if one.dim() > 1 else one)
+    chunk = changed(t, lambda tensor: tensor[of.CHUNK[: tensor.dim() - 1]] if tensor.dim() > 1 else tensor)
     whole = both(of, "triton", t)
     assert torch.equal(of.forward("triton", chunk), whole["y"][of.CHUNK])
     assert_equal(of.backward("triton", chunk, need_dweight=False, need_dbias=False), {"dx": whole["dx"][of.CHUNK]})
@@ -261,7 +268,7 @@ def one_for_all(x):
 def test_strides(layout, device):
     """Strides that results which are written over inputs cannot have give the bits of contiguous inputs."""
     t = heads.inputs((2, 19, 3, 40, 24), BF16, device)
-    strided = changed(t, lambda one: layout(one) if one.dim() == 4 else one)
+    strided = changed(t, lambda tensor: layout(tensor) if tensor.dim() == 4 else tensor)
     assert not strided["x"].is_contiguous()
     assert_equal(both(heads, "triton", strided), both(heads, "triton", changed(strided, torch.Tensor.contiguous)))
 
@@ -286,9 +293,9 @@ def test_in_place(backend, interleaved, device):
         wide = torch.randn(2, 19, 15, 40, device=device).to(BF16)
         wide[:, :, 2:13] = t[name]
         after, over = wide.clone(), wide[:, :, 2:13]
-        found = run(backend, t | {name: over}, out=over)
+        results = run(backend, t | {name: over}, out=over)
         after[:, :, 2:13] = expected[result]
-        assert (found if result == "y" else found["dx"]) is over
+        assert (results if result == "y" else results["dx"]) is over
         assert torch.equal(wide, after)
 
 

@@ -18,8 +18,8 @@ def outcome(name: str, device: str, **options) -> dict[str, torch.Tensor]:
     """y and gradients in bfloat16; of MLPs in two chunks, on a GPU of all ops and of several tiles."""
     entry, lead = catalog.OPS[name], (2, 67 if device == "cuda" or name in CHUNKED else 3)
     sizes = catalog.Sizes(lead, 64, 160, 96) if device == "cuda" else catalog.Sizes(lead)
-    given = {"dropout_p": P, "workspace": 1} | options
-    arguments = entry.inputs(sizes) | {key: value for key, value in given.items() if key in entry.parameters}
+    changes = {"dropout_p": P, "workspace": 1} | options
+    arguments = entry.inputs(sizes) | {key: value for key, value in changes.items() if key in entry.parameters}
     leaves = catalog.random_leaves(arguments, torch.bfloat16, device)
     torch.manual_seed(SEED)
     with ckptkern.backend("triton"):

@@ -35,7 +35,7 @@ PLACES = [
 
 @pytest.mark.parametrize("launcher", DROPPING, ids=str)
 @pytest.mark.parametrize(
-    ("tile", "row_base", "col_base", "dtype"), PLACES, ids=lambda one: str(one).replace("Tile", "")
+    ("tile", "row_base", "col_base", "dtype"), PLACES, ids=lambda value: str(value).replace("Tile", "")
 )
 def test_one_mask_for_every_tile_and_place(launcher, tile, row_base, col_base, dtype, device):
     """Forward's h and backward's gradients are dropped by the mask that the CPU extension samples, whichever rows are a chunk's

@@ -47,5 +47,5 @@ def test_no_matmul_of_ours_runs_that_nobody_measured(held):
 def test_a_step_compiles_nothing_more_for_another_shape():
     first, *others = csv.DictReader(io.StringIO(printed("--launches")))
     assert 0 < int(first["compiled"]) <= 10
-    assert [one["compiled"] for one in others] == ["0"] * 6
-    assert {one["launches"] for one in others} == {first["launches"]}
+    assert [row["compiled"] for row in others] == ["0"] * 6
+    assert {row["launches"] for row in others} == {first["launches"]}

@@ -89,9 +89,9 @@ def test_any_row_tile_and_any_number_of_programs(activation, dtype, device):
 )
 def test_rows_beyond_the_last_add_nothing(activation, x, biases, device):
     """The chain of an absent row starts at 0 and may overflow where no real row does: 0 times inf is NaN in dw."""
-    given = torch.full((5, 1), x, device=device, dtype=torch.float16)
-    weights, biases = [torch.ones_like(given[:1])] * 3, [given.new_full((1,), bias) for bias in biases]
-    ours = check_results(lambda: all_three(given, weights, biases, torch.ones_like(given), activation))
+    rows = torch.full((5, 1), x, device=device, dtype=torch.float16)
+    weights, biases = [torch.ones_like(rows[:1])] * 3, [rows.new_full((1,), bias) for bias in biases]
+    ours = check_results(lambda: all_three(rows, weights, biases, torch.ones_like(rows), activation))
     assert all(t.isfinite().all() for t in ours.values())
 
 
@@ -116,8 +116,8 @@ def test_stack_width(arch, narrow, monkeypatch):
 
 def test_pack_stack_casts_and_pads_with_zeros():
     weights, biases = chain_of([3, 5, 2], torch.float32)
-    for packed, given in zip(pack_stack(weights, biases, 32, torch.bfloat16), (weights, biases), strict=True):
-        assert packed.shape == (2, *(32,) * given[0].dim())
-        for layer, one in zip(packed, given, strict=True):
-            assert torch.equal(layer[tuple(map(slice, one.shape))], one.bfloat16())
-        assert packed.count_nonzero() == sum(one.numel() for one in given)
+    for packed, tensors in zip(pack_stack(weights, biases, 32, torch.bfloat16), (weights, biases), strict=True):
+        assert packed.shape == (2, *(32,) * tensors[0].dim())
+        for layer, tensor in zip(packed, tensors, strict=True):
+            assert torch.equal(layer[tuple(map(slice, tensor.shape))], tensor.bfloat16())
+        assert packed.count_nonzero() == sum(tensor.numel() for tensor in tensors)

@@ -123,9 +123,9 @@ def test_pack_bits_is_the_eager_layout(device):
     _pack_kernel[(1,)](bit.to(torch.uint8), bits, 16, 64)
     assert torch.equal(bits, eager.pack_bits(bit))
     assert torch.equal(eager.unpack_bits(bits, 64), bit)
-    one = torch.zeros(16, 64, device=device, dtype=torch.uint8)
-    one[3, 13] = 1
-    _pack_kernel[(1,)](one, bits, 16, 64)
+    mask = torch.zeros(16, 64, device=device, dtype=torch.uint8)
+    mask[3, 13] = 1
+    _pack_kernel[(1,)](mask, bits, 16, 64)
     assert bits.nonzero().tolist() == [[3, 1]]
     assert bits[3, 1] == 1 << 5
 
@@ -177,9 +177,9 @@ def test_tile_depends_on_shape_class_dtype_and_architecture_alone(kernel, arch):
 def test_aligned_and_unaligned(view, unit):
     """Rows that no 16-byte copy fits make the whole launch unaligned, whichever operand they are in. Of the others the
     compiler is told what it does not see by itself."""
-    table, given = TILES["linear", 90], view()
-    tile = table["unaligned"] if unit is None else table["16" if given.itemsize == 2 else "32"]._replace(UNIT=unit)
-    for operands in itertools.permutations([meta(64, 64, dtype=given.dtype), given]):
+    table, tensor = TILES["linear", 90], view()
+    tile = table["unaligned"] if unit is None else table["16" if tensor.itemsize == 2 else "32"]._replace(UNIT=unit)
+    for operands in itertools.permutations([meta(64, 64, dtype=tensor.dtype), tensor]):
         assert tile_for("linear", 90, 4096, 4096, *operands) == tile
         assert tile_for("linear", INTERPRETER, 4096, 4096, *operands)[:-1] == INTERPRETED_TILE[:-1]
 

@@ -40,7 +40,7 @@ from .op import NAME, LinearCrossEntropy, LinearCrossEntropyOptions, apply, chec
 from .statistics import CLASSES, DIFFERENTIABLE, Sums, TokenResults, of_rows, reference_logits, results_of_logits
 
 SELECTED = "selected_log_probs"
-TOP = 64  # log-probabilities of a token at most
+TOP = 64  # log-probabilities per token at most
 
 
 class TopK(NamedTuple):
@@ -51,10 +51,10 @@ class TopK(NamedTuple):
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What linear_cross_entropy returns where more than the loss is asked for; None for what is not.
+    """Result of linear_cross_entropy when more than the loss is requested. Results that are not requested are None.
 
     lse, log_probs, entropy: float32 (float64 for float64) [...]. accuracy: the share of the tokens that count whose target has
-    the largest logit, a scalar, or [...] of 0 and 1 for reduction "none". arg_max: int64 [...], the class of the largest logit.
+    the largest logit, a scalar; for reduction "none", [...] of 0 and 1. arg_max: int64 [...], the class of the largest logit.
     """
 
     loss: Tensor
@@ -67,7 +67,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class TokenLogProbs(NamedTuple):
-    """What selected_log_probs returns with return_entropy: log_probs of tokens' shape, entropy [...]."""
+    """Result of selected_log_probs with return_entropy: log_probs of the tokens' shape, entropy [...]."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -97,44 +97,33 @@ def linear_cross_entropy(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) and never holds all logits.
+    """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) without storing all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
-    scalar, or [...] for reduction "none"; with a return_ argument or top_k a CrossEntropyOutput. float16, bfloat16,
-    float32, float64; autocast's type inside torch.autocast. Logits are float32 and never rounded.
-    torch.nn.functional.linear_cross_entropy has these names, and weight, reduction, ignore_index and label_smoothing as here:
+    scalar, or [...] for reduction "none"; with a return_ argument or top_k, a CrossEntropyOutput. A floating-point target [...,
+    V] holds class probabilities and runs in PyTorch ops on all logits.
 
-    weight: [V], of the classes; no gradient. reduction: "mean" divides by the sum of the targets' weights, "sum", "none".
-    ignore_index: tokens with this target count nowhere. label_smoothing: share of a target that is spread over all classes.
-    logit_scale: a number that logits are multiplied by. softcap: c tanh(logits / c) of that, as in Gemma 2.
-    z_loss: adds z_loss log(Z)^2, averaged over the tokens that are not ignored (PaLM, arXiv 2204.02311).
-    return_lse: also log(Z) = logsumexp of the logits. return_log_probs: also the targets' log-probabilities, z_t - log(Z),
-        whatever weight and label_smoothing are. return_entropy: also H = -sum_v p_v log p_v of the probabilities; saves 4 bytes
-        a token more. These are differentiable (dH/dz_v = -p_v (log p_v + H)), and 0 where the target is ignored.
-    return_accuracy: also how often the target has the largest logit, and the class that has it, 0 where the target is ignored.
-    top_k: also the k largest log-probabilities and their classes (k up to 64), without a gradient, 0 where the target is
-        ignored. The logits of a chunk of tokens are held for torch.topk, also by the kernels.
-    lora: a low-rank update of linear_weight (ckptkern.LoRA(a [r, d], b [V, r], scale, dropout_p)), not with a group. Saves what
-        "full" saves, whatever recompute is. dropout_p is applied in every call: pass 0 in evaluation.
-    group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
-        vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
-        on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token (label_smoothing and
-        return_entropy 4 more, return_accuracy 8, top_k 8 k) and one all-reduce of input's gradient in float32.
-    recompute: what is saved for backward besides the arguments, bytes a token, and the matmuls run, forward + backward:
+    weight, reduction, ignore_index, label_smoothing: as in F.cross_entropy. weight gets no gradient.
+    logit_scale, softcap: logits are multiplied by logit_scale, then become c tanh(logits / c) with c = softcap (Gemma 2).
+    z_loss: adds z_loss log(Z)^2, reduced over the tokens that count (PaLM, arXiv 2204.02311).
+    return_lse, return_log_probs, return_entropy: also return log(Z), z_t - log(Z) and H = -sum_v p_v log p_v, differentiable.
+        return_entropy saves 4 bytes per token more.
+    return_accuracy, top_k: also return accuracy and arg_max; the k <= 64 largest log-probabilities and their classes; without
+        gradients.
+    lora: a low-rank update of linear_weight, LoRA(a [r, d], b [V, r], scale, dropout_p); not with group. Saves what "full"
+        saves. Pass dropout_p=0 in evaluation.
+    group, vocab_start: a process group that splits the vocabulary. linear_weight and linear_bias are this rank's rows, from
+        vocab_start on (None: equal shards in rank order); all else is equal on all ranks.
+    recompute: bytes saved per token besides the arguments, and matmuls in forward + backward:
 
-        "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits, or with a softcap logits
+        "none", "selective"  2 V + V/16 (float32: 4 V + V/16)    3      exponentials of logits; with a softcap, logits
         "full"               4                                   4      log(Z)
 
-        Where they are fewer bytes (4 V d and input's), "none" saves gradients of a scalar loss that eager forward formed.
+    Where they take fewer bytes (4 V d and input's), "none" saves the gradients of a scalar loss, which eager forward forms.
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 128
-        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
-        linear_weight's gradient are final, rounded once; the float32 sum of input's gradient is not counted.
-
-    A floating-point target of shape [..., V] holds class probabilities; it runs in PyTorch ops on all logits, log_probs are
-    expected ones, and the likeliest class is the target of accuracy. Inside torch.utils.checkpoint the mode is "none".
-    Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
-    DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
+    workspace: forward takes chunks of at least 128 tokens, backward of at least 256 classes. The float32 sum of input's
+        gradient is not counted.
+    Raises IndexError for a target that is not a class (on a GPU a device-side assertion); other errors: see Conventions.
     """
     flags = {"return_lse": return_lse, "return_log_probs": return_log_probs, "return_entropy": return_entropy}
     flags["return_accuracy"] = return_accuracy
@@ -223,23 +212,22 @@ def selected_log_probs(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor | TokenLogProbs:
-    """Computes the log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without logits.
+    """Computes log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without storing logits.
 
-    hidden [..., d], weight [V, d], bias [V], tokens int64 [...] -> log_softmax(logits / temperature)[..., tokens], float32
-    (float64 for float64) [...], differentiable to any order; 0 for tokens equal to ignore_index, such as those of a prompt.
-    Shift tokens, not hidden. Saves 4 bytes a token for backward. Tokens [..., k] are k candidates for each place, such as a
-    teacher's likeliest; log-probabilities are then [..., k].
+    hidden [..., d], weight [V, d], bias [V], tokens int64 [...] or k candidates [..., k] -> float32 (float64 for float64) of
+    tokens' shape, 0 for tokens equal to ignore_index; differentiable to any order. Shift tokens, not hidden. Saves 4 bytes per
+    token.
 
-    temperature: a positive number. return_entropy: a TokenLogProbs, with the entropy of softmax(logits / temperature), float32
-        [...], differentiable too; saves 4 bytes a token more.
-    lora (of weight), ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
+    return_entropy: returns a TokenLogProbs, with the softmax's entropy; saves 4 bytes per token more.
+    lora, ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
     Raises what linear_cross_entropy raises.
     """
     check_flags(SELECTED, return_entropy=return_entropy)
     check_number(SELECTED, "temperature", temperature)
     if not temperature > 0:
         raise ValueError(
-            f"{SELECTED}: temperature must be positive, not {temperature}; the arg max is return_accuracy's"
+            f"{SELECTED}: temperature must be positive, not {temperature}; "
+            "for the arg max use linear_cross_entropy(..., return_accuracy=True)"
         )
     results = token_results(
         SELECTED,
@@ -258,10 +246,10 @@ def selected_log_probs(
         ignore_index=ignore_index,
         logit_scale=1.0 / temperature,
     )
-    found = public(results, hidden.shape[:-1])
+    outputs = public(results, hidden.shape[:-1])
     if tokens.dim() == hidden.dim():
-        found["log_probs"] = found["log_probs"].view(tokens.shape)
-    return TokenLogProbs(**found) if return_entropy else found["log_probs"]
+        outputs["log_probs"] = outputs["log_probs"].view(tokens.shape)
+    return TokenLogProbs(**outputs) if return_entropy else outputs["log_probs"]
 
 
 def token_results(
@@ -286,8 +274,11 @@ def token_results(
     softcap: float = 0.0,
     top_k: int | None = None,
 ) -> TokenResults:
-    """Those of these names, [M]. named: input, w and target in messages of the function `op`. summed: is only their sum read,
-    so that it may be the one value?"""
+    """Computes the named results, each [M].
+
+    named: input, w and target in messages of the function `op`. summed: only the sum of the losses is read; loss may then be
+    that sum, [1].
+    """
     check_choice(op, "recompute", recompute, MODES)
     check_input(op, input, named[0])
     check_weight(op, named[1], w, b, input, input.shape[-1], named[0])
@@ -307,7 +298,7 @@ def token_results(
     last = first + w.shape[0]
     if weight is not None:
         check_tensor(NAME, "weight", weight, input)
-        # a shard may be followed by other ranks' classes
+        # other ranks' classes may follow a shard
         if weight.dim() != 1 or (len(weight) != last if group is None else len(weight) < last):
             raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
         if weight.requires_grad and torch.is_grad_enabled():
@@ -352,7 +343,7 @@ def token_results(
 
 
 def check_top_k(k: int, classes: int | None) -> None:
-    """classes: None if other ranks have some, too."""
+    """Checks top_k. classes: the size of the vocabulary, None if other ranks have a part of it."""
     if type(k) is not int:
         raise TypeError(f"{NAME}: top_k must be an int or None, not {k!r}")
     most = TOP if classes is None else min(classes, TOP)
@@ -361,18 +352,18 @@ def check_top_k(k: int, classes: int | None) -> None:
 
 
 def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool) -> None:
-    """selected_log_probs takes k targets of a token, too."""
+    """Checks the target's dtype and shape. All functions but linear_cross_entropy also take k targets per token."""
     check_tensor(op, name, target, x, floating=False)
-    wanted, what = tuple(x.shape[:-1]), "a class for each token, as input without its features"
+    wanted, meaning = tuple(x.shape[:-1]), "a class for each token, as input without its features"
     if probabilities:
-        wanted, what = (*wanted, w.shape[0]), "probabilities of classes, (..., classes)"
+        wanted, meaning = (*wanted, w.shape[0]), "probabilities of classes, (..., classes)"
     elif target.dtype != torch.int64:
         either = ", or floating point for probabilities" if op == NAME else ""
         raise DtypeError(f"{op}: {name} must be int64{either}, not {target.dtype}")
     elif op != NAME and target.dim() == x.dim() and target.shape[-1]:
         wanted = (*wanted, target.shape[-1])
     if tuple(target.shape) != wanted:
-        raise ShapeError(f"{op}: {name} must have shape {wanted}, {what}, but has {tuple(target.shape)}")
+        raise ShapeError(f"{op}: {name} must have shape {wanted}, {meaning}, but has {tuple(target.shape)}")
 
 
 def reduced(
@@ -384,8 +375,11 @@ def reduced(
     z_loss: float,
     is_alone: bool,
 ) -> Tensor | CrossEntropyOutput:
-    """The loss of all tokens from those of each, of which none is ignored where targets are probabilities [..., V]; unless it
-    is alone, with what was asked for beside it, each of the leading shape, but for a mean of accuracies."""
+    """Reduces the results of each token to the loss; returns it alone if is_alone, else a CrossEntropyOutput.
+
+    No token is ignored where targets are probabilities [..., V]. Other results have the leading shape; accuracy is averaged
+    unless reduction is "none".
+    """
     classes, count, total = not target.is_floating_point(), results.loss.shape[0], results.loss.shape[0]
     if classes and (reduction == "mean" or results.accuracy is not None):
         counted = target != ignore_index
@@ -399,44 +393,44 @@ def reduced(
         loss = loss + z_loss * reduced_over(results.lse_squared, reduction, count, lead)
     if is_alone:
         return loss
-    found = public(results, lead)
+    outputs = public(results, lead)
     if results.accuracy is not None and reduction != "none":
-        found["accuracy"] = found["accuracy"].sum() / count
-    return CrossEntropyOutput(loss, *(found.get(one) for one in CrossEntropyOutput._fields[1:]))
+        outputs["accuracy"] = outputs["accuracy"].sum() / count
+    return CrossEntropyOutput(loss, *(outputs.get(name) for name in CrossEntropyOutput._fields[1:]))
 
 
 def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
-    """The mean or the sum of a number for each token, or all of them, in the leading shape."""
+    """Returns the mean or the sum over tokens; for reduction "none" each token's number, in the leading shape."""
     if reduction == "none":
         return tokens.view(lead)
     return tokens.sum() / divisor if reduction == "mean" else tokens.sum()
 
 
 def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
-    """Those that are there, by name, of the leading shape; without a graph if nothing is computed of their gradients."""
-    found = {}
-    for name, one in results._asdict().items():
-        if one is None:
+    """Returns the results that are present, by name, in the leading shape; those without a gradient are detached."""
+    outputs = {}
+    for name, tensor in results._asdict().items():
+        if tensor is None:
             continue
-        one = one if name in DIFFERENTIABLE else one.detach()
+        tensor = tensor if name in DIFFERENTIABLE else tensor.detach()
         if name == "top_k":
-            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in one.chunk(2))
-            found[name] = TopK(log_probs, indices.to(torch.int64))
+            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in tensor.chunk(2))
+            outputs[name] = TopK(log_probs, indices.to(torch.int64))
         else:
-            one = one.to(torch.int64) if name == "arg_max" else one
-            found[name] = one.t().reshape(*lead, *one.shape[:-1])
-    return found
+            tensor = tensor.to(torch.int64) if name == "arg_max" else tensor
+            outputs[name] = tensor.t().reshape(*lead, *tensor.shape[:-1])
+    return outputs
 
 
 # -- the loss of all tokens with its gradients formed in forward: three matmuls, and no logits saved
 #
-# Forward takes tokens in chunks and forms, of each, the gradients of the sum of its losses. Backward scales them by that of the
-# loss. Sums over chunks are float32, and a gradient is rounded once, when it is scaled.
+# Forward forms, chunk by chunk, the gradients of the summed losses. Backward scales them by the loss's gradient. Sums over
+# chunks are float32, and a gradient is rounded once, when it is scaled.
 
 
 def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> bool:
-    """Do gradients of the sum of all losses take less memory from forward to backward than exponentials of logits, and is it
-    eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
+    """Returns whether forward forms the gradients of the summed loss: if they take less memory than exponentials of logits, in
+    eager mode, where backward may scale them in place, and outside activation checkpoints, whose forward runs twice."""
     if (
         o.results != ("loss",)
         or o.group
@@ -454,7 +448,7 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
 
 
 class SumOfLosses(torch.autograd.Function):
-    """sum of the losses of all tokens, a scalar in the wide type. tensors: x, w, b, target, class_weight."""
+    """Computes the sum of all tokens' losses, a scalar in the accumulate dtype. tensors: x, w, b, target, class_weight."""
 
     @staticmethod
     def forward(ctx, o: LinearCrossEntropyOptions, *tensors: Tensor | None) -> Tensor:
@@ -462,9 +456,9 @@ class SumOfLosses(torch.autograd.Function):
         with torch._C._DisableAutocast():
             loss, *grads = loss_and_gradients(o, tensors, needs)
         ctx.options, ctx.precision, ctx.weight = o, state.Precision(), tensors[1]
-        ctx.dtypes = [None if one is None else one.dtype for one in tensors[:3]]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[:3]]
         x, *others = tensors
-        ctx.save_for_backward(x if needs[1] else None, *others, *grads)  # a frozen weight lets go of x
+        ctx.save_for_backward(x if needs[1] else None, *others, *grads)  # x is not saved for a frozen weight
         return loss
 
     @staticmethod
@@ -474,8 +468,8 @@ class SumOfLosses(torch.autograd.Function):
         if torch.is_grad_enabled():
             if tensors[0] is None:
                 LinearCrossEntropy.missing_input(dy, tensors, ctx.options)
-            wanted = [one for one, need in zip(tensors, needs, strict=False) if need]
-            # those of the loss of each token, whose logits are recomputed, without a low-rank update
+            wanted = [tensor for tensor, need in zip(tensors, needs, strict=False) if need]
+            # gradients of each token's loss, with recomputed logits and without a low-rank update
             with ctx.precision:
                 loss = apply(ctx.options._replace(recompute="full"), *tensors, None, None, None)[0].sum()
                 grads = iter(torch.autograd.grad(loss, wanted, dy, create_graph=True))
@@ -486,15 +480,15 @@ class SumOfLosses(torch.autograd.Function):
         if main is not None:
             main.addcmul_(grads[1], scale.to(grads[1].dtype))
             ctx.weight.grad_added_to_main_grad, needs = True, (needs[0], False, needs[2])
-        found: list[Tensor | None] = []
+        scaled: list[Tensor | None] = []
         for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True):
-            found.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None)
-        return (None, *found, None, None)
+            scaled.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None)
+        return (None, *scaled, None, None)
 
 
 def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tensor | None) -> float:
-    """What gradients are formed times: in float16 up to 2^10, so that probabilities down to 6e-8 have all their digits. The
-    largest is then 2^10 times the scale of logits, less than 2^11; class weights, of any size, use up that room themselves."""
+    """Returns the factor of the gradients that forward forms: in float16 up to 2^10, so that probabilities down to 6e-8 have
+    all their digits. The largest gradient is then 2^10. With class weights, of any size, the factor is 1."""
     if dtype != torch.float16 or class_weight is not None:
         return 1.0
     return 2.0 ** (10 - math.ceil(math.log2(max(abs(o.logit_scale), 1.0))))
@@ -503,7 +497,7 @@ def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tens
 def loss_and_gradients(
     o: LinearCrossEntropyOptions, tensors, needs
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(the sum of the losses, and of its gradients times the unit: of x in its dtype, of w and b in float32)."""
+    """Computes the sum of the losses, and its gradients times the unit: dx in x's dtype, dw and db in the accumulate dtype."""
     x, target, (V, d) = tensors[0], tensors[3].reshape(-1), tensors[1].shape
     p, rows, wide = primitives(o.backend), rows_2d(x), eager.wide_of(x.dtype)
     o, w, b, weights = operands(tensors, o, x.dtype)
@@ -517,22 +511,22 @@ def loss_and_gradients(
 
     def of_tokens(start: int, stop: int) -> None:
         here, mine = rows[start:stop], target[start:stop]
-        made = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
-        sums, s = Sums(mine, weights, o, V), made.statistics
+        outputs = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
+        sums, s = Sums(mine, weights, o, V), outputs.statistics
         losses[start:stop] = sums.results(s, o.results)[0]
         units = torch.full_like(s.lse, unit_of(o, x.dtype, weights))
         gradients = sums.gradients(TokenResults(loss=units), s.lse, None)
-        given = made.logits, made.parts, s.z_t, 0, mine, per_class, s.lse, gradients, head
-        part = p.cross_entropy_saved_bwd(*given, made.logits, db=needs[2])
+        arguments = outputs.logits, outputs.parts, s.z_t, 0, mine, per_class, s.lse, gradients, head
+        part = p.cross_entropy_saved_bwd(*arguments, outputs.logits, db=needs[2])
         if needs[2]:
             db.add_(part)
         if needs[1]:
-            eager.upcast_matmul(made.logits.t(), here, out=dw, add=True)
+            eager.upcast_matmul(outputs.logits.t(), here, out=dw, add=True)
         if needs[0]:
-            eager.upcast_matmul(made.logits, w, out=dx[start:stop])
+            eager.upcast_matmul(outputs.logits, w, out=dx[start:stop])
 
     narrow = x.dtype.itemsize if x.dtype != wide else 0
-    of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # what a token of a chunk holds at most
+    of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # most bytes that a token of a chunk holds
     if o.backend == "eager":
         of_token = V * (wide.itemsize * (3 if o.softcap else 1) + narrow) + 2 * wide.itemsize * d * bool(narrow)
     for start, stop in token_chunks(len(rows), of_token, o.workspace):

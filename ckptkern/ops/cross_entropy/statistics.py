@@ -1,5 +1,5 @@
-"""What the op computes of each token: from the statistics of its logits, with the gradients that go back to these, or in
-differentiable PyTorch ops from its logits, which is the reference implementation."""
+"""Per-token results of linear_cross_entropy: from statistics of the logits, with their gradients, or from the logits themselves
+in differentiable PyTorch ops, which is the reference implementation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..sublayer.lora import LowRank
 
 
 class TokenResults(NamedTuple):
-    """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
+    """Per-token results, each [M] in the accumulate dtype, 0 for ignored tokens; y has a row for each requested result.
 
-    log_probs: of the target, or [k, M], of k candidates. entropy: of the probabilities. arg_max: the class of the largest
-    logit, exact up to 2^24 classes. accuracy: is it the target? top_k: [2 k, M], the largest log-probabilities in
+    log_probs: of the target, or [k, M] of k candidates. entropy: of the probabilities. arg_max: the class of the largest logit,
+    exact up to 2^24 classes. accuracy: 1 where arg_max is the target. top_k: [2 k, M], the largest log-probabilities in
     descending order, then their classes.
     """
 
@@ -34,26 +34,26 @@ class TokenResults(NamedTuple):
     top_k: Tensor | None = None
 
 
-DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # those that `Sums.gradients` reads
-CLASSES = 2**24  # a class that is a result is a number of the wide type
+DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # read by `Sums.gradients`
+CLASSES = 2**24  # y holds classes in the accumulate dtype, exact up to here
 
 
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
-    """y [rows, M] by the names of its results, of which one may have several rows."""
+    """Splits y [rows, M] into the named results; top_k and log_probs may have several rows."""
     several, more = "top_k" if "top_k" in names else "log_probs", len(y) - len(names)
-    found, row = {}, 0
+    results, row = {}, 0
     for name in names:
         if name == several and more:
-            found[name] = y[row : row + more + 1]
+            results[name] = y[row : row + more + 1]
             row += more
         else:
-            found[name] = y[row]
+            results[name] = y[row]
         row += 1
-    return TokenResults(**found)
+    return TokenResults(**results)
 
 
 class Sums:
-    """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
+    """The terms of a token's loss besides its statistics: the class weight, and label smoothing over all classes.
 
     loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
@@ -67,29 +67,29 @@ class Sums:
         self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
 
     def results(self, s: TokenStatistics, names: tuple[str, ...], candidates: Tensor | None = None) -> Tensor:
-        """y [rows, M], 0 of ignored tokens and candidates."""
-        found = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
+        """Returns y [rows, M], 0 for ignored tokens and candidates."""
+        results = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
         if "loss" in names:
             loss = self.share * (s.lse - s.z_t)
-            found["loss"] = loss if s.wz is None else loss + (self.all * s.lse - self.even * s.wz)
+            results["loss"] = loss if s.wz is None else loss + (self.all * s.lse - self.even * s.wz)
         if "lse_squared" in names:
-            found["lse_squared"] = s.lse.square()
+            results["lse_squared"] = s.lse.square()
         if candidates is not None:
-            found["log_probs"] = (s.z_c - s.lse[:, None]).masked_fill(candidates == self.ignore_index, 0).t()
+            results["log_probs"] = (s.z_c - s.lse[:, None]).masked_fill(candidates == self.ignore_index, 0).t()
         elif "log_probs" in names:
-            found["log_probs"] = s.z_t - s.lse
+            results["log_probs"] = s.z_t - s.lse
         if "top_k" in names:
-            found["top_k"] = torch.cat([s.top_z.t() - s.lse, s.top_v.t()])
+            results["top_k"] = torch.cat([s.top_z.t() - s.lse, s.top_v.t()])
         if "accuracy" in names:
-            found["accuracy"] = (s.arg_max == self.target).to(s.lse.dtype)
-        return torch.vstack([found[name] for name in names]).masked_fill(self.target == self.ignore_index, 0)
+            results["accuracy"] = (s.arg_max == self.target).to(s.lse.dtype)
+        return torch.vstack([results[name] for name in names]).masked_fill(self.target == self.ignore_index, 0)
 
     def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
-        """The coefficients of dz, of the gradients of results, by
+        """Returns the coefficients of dz, from the gradients dy of the results, by
 
         d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
         """
-        of_p, of_target, wz = [], [], None  # what is added up
+        of_p, of_target, wz = [], [], None  # terms of the sums
         if dy.lse is not None:
             of_p.append(dy.lse)
         if dy.lse_squared is not None:
@@ -115,25 +115,25 @@ class Sums:
 
 
 def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tuple[TokenStatistics, Tensor]:
-    """(those of the whole vocabulary, its entries as a scalar tensor), from those of this rank's shard.
+    """Returns the statistics of the whole vocabulary and its size, a scalar tensor, from this rank's shard.
 
-    One collective; ranks are combined in their order, so that all of them have equal bits.
+    Runs one all-gather. Ranks are combined in order, so that all of them get equal bits.
     """
-    sent = {name: one for name, one in mine._asdict().items() if one is not None}
-    parts = torch.cat([*(one.reshape(-1) for one in sent.values()), mine.lse.new_full((1,), entries)])
+    sent = {name: tensor for name, tensor in mine._asdict().items() if tensor is not None}
+    parts = torch.cat([*(tensor.reshape(-1) for tensor in sent.values()), mine.lse.new_full((1,), entries)])
     parts = torch.ops._c10d_functional.all_gather_into_tensor(parts, size, group)
     parts = torch.ops._c10d_functional.wait_tensor(parts).view(size, -1)
-    split = parts[:, :-1].split([one.numel() for one in sent.values()], 1)
+    split = parts[:, :-1].split([tensor.numel() for tensor in sent.values()], 1)
     theirs = zip(sent.items(), split, strict=True)
-    ranks = TokenStatistics(**{name: part.view(size, *one.shape) for (name, one), part in theirs})
+    ranks = TokenStatistics(**{name: part.view(size, *tensor.shape) for (name, tensor), part in theirs})
     return combined(ranks), parts[:, -1].sum()
 
 
 def combined(ranks: TokenStatistics) -> TokenStatistics:
-    """Those of the whole vocabulary, from those of its parts, each with an axis of parts in front, in their order."""
-    z_t, wz, z_c = (None if one is None else one.sum(0) for one in (ranks.z_t, ranks.wz, ranks.z_c))
+    """Combines the statistics of parts of the vocabulary, stacked in order along dimension 0, into those of the whole."""
+    z_t, wz, z_c = (None if tensor is None else tensor.sum(0) for tensor in (ranks.z_t, ranks.wz, ranks.z_c))
     whole = TokenStatistics(lse=torch.logsumexp(ranks.lse, 0), z_t=z_t, wz=wz, z_c=z_c)
-    if ranks.entropy is not None:  # of shares p of the whole: sum_ranks p (entropy - log p), 0 where p is 0
+    if ranks.entropy is not None:  # sum_ranks p (entropy - log p) of the ranks' shares p, 0 where p is 0
         log_p = ranks.lse - whole.lse
         parts_of_it = log_p.exp() * (ranks.entropy - log_p)
         whole = whole._replace(entropy=parts_of_it.masked_fill(log_p == -torch.inf, 0).sum(0))
@@ -141,7 +141,7 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
         largest, rank = ranks.largest.max(0)
         whole = whole._replace(largest=largest, arg_max=ranks.arg_max.gather(0, rank[None])[0])
     if ranks.top_z is not None:
-        top_z, top_v = (one.movedim(0, 1).flatten(1) for one in (ranks.top_z, ranks.top_v))
+        top_z, top_v = (tensor.movedim(0, 1).flatten(1) for tensor in (ranks.top_z, ranks.top_v))
         top_z, places = top_z.topk(ranks.top_z.shape[-1], 1)
         whole = whole._replace(top_z=top_z, top_v=top_v.gather(1, places))
     return whole
@@ -150,7 +150,7 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
 def reference_logits(
     x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float, update: LowRank | None = None
 ) -> Tensor:
-    """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
+    """Computes logits [..., V] in the accumulate dtype, differentiably, from operands rounded to x's dtype."""
     w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
     wide = eager.wide_of(x.dtype)
     z = F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide))
@@ -172,9 +172,11 @@ def results_of_logits(
     top_k: int = 0,
     candidates: Tensor | None = None,
 ) -> TokenResults:
-    """Those of these names, of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them
-    ignored, whose log-probability is the expected one and whose class is the likeliest. candidates: [M, k], whose
-    log-probabilities [k, M] are given in place of the target's."""
+    """Computes the named results from logits [..., V] in PyTorch ops.
+
+    target: classes [...], or probabilities [..., V]: then no token is ignored, log_probs are expected ones, and the likeliest
+    class is the target of accuracy. candidates: [M, k], which make log_probs [k, M] theirs.
+    """
     z, weight, ignored, options = rows_2d(z), cast_parameter(weight, z.dtype), None, {"reduction": "none"}
     if target.is_floating_point():
         target = rows_2d(target.to(z.dtype))
@@ -182,25 +184,25 @@ def results_of_logits(
     else:
         target = classes = target.reshape(-1)
         ignored, options = target == ignore_index, options | {"ignore_index": ignore_index}
-        z = z.masked_fill(ignored[:, None], 0)  # where these are infinite, derivatives would be NaN
+        z = z.masked_fill(ignored[:, None], 0)  # infinite logits of ignored tokens would make derivatives NaN
     loss = F.cross_entropy(z, target, weight, label_smoothing=smoothing, **options)
     log_probs = F.cross_entropy(z, target, **options).neg()
     lse = torch.logsumexp(z, 1)
     if candidates is not None:
         padding = candidates == ignore_index
         log_probs = (z.gather(1, candidates.masked_fill(padding, 0)) - lse[:, None]).masked_fill(padding, 0).t()
-    found = {"loss": loss, "lse_squared": lse.square(), "lse": lse, "log_probs": log_probs}
+    results = {"loss": loss, "lse_squared": lse.square(), "lse": lse, "log_probs": log_probs}
     if "entropy" in names:
         log_p = z - lse[:, None]
         p_log_p = log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)  # 0 where z is -inf
-        found["entropy"] = p_log_p.sum(1).neg()
+        results["entropy"] = p_log_p.sum(1).neg()
     if top_k:
         values, indices = z.detach().topk(top_k, 1)
-        found["top_k"] = torch.cat([values.t() - lse.detach(), indices.t().to(z.dtype)])
+        results["top_k"] = torch.cat([values.t() - lse.detach(), indices.t().to(z.dtype)])
     if "arg_max" in names:
         arg_max = z.argmax(1)
-        found |= {"arg_max": arg_max.to(z.dtype), "accuracy": (arg_max == classes).to(z.dtype)}
-    asked = {name: found[name] for name in names}
+        results |= {"arg_max": arg_max.to(z.dtype), "accuracy": (arg_max == classes).to(z.dtype)}
+    asked = {name: results[name] for name in names}
     if ignored is not None:
-        asked = {name: one.masked_fill(ignored, 0) for name, one in asked.items()}
+        asked = {name: result.masked_fill(ignored, 0) for name, result in asked.items()}
     return TokenResults(**asked)

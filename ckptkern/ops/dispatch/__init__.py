@@ -1,1 +1,1 @@
-"""What is chosen and checked for a call."""
+"""Checks and choices for a call of an op."""

@@ -1,5 +1,5 @@
-"""What ops do first with a call: check what callers get wrong, one function for each kind of argument, whose message says what
-was wanted and what came; and choose backend, implementation, mode, precision and workspace."""
+"""Checks of a call's arguments, one function per kind of argument, whose message says what was expected and what was found; and
+the choice of backend, implementation, mode, precision and workspace."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
 MODES = ("none", "selective", "full")
 
 
-def check_choice(op: str, what: str, value, choices) -> None:
+def check_choice(op: str, name: str, value, choices) -> None:
     if value not in choices:
-        raise ValueError(f"{op}: {what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def check_mode(op: str, recompute: str) -> None:
@@ -62,7 +62,8 @@ def check_probability(op: str, p: float) -> None:
 
 
 def is_number(value) -> bool:
-    """Says whether it is one value: a number, a tensor or an array of no dimensions, or a symbolic number of torch.compile."""
+    """Returns whether value is one number: a number, a tensor or an array of no dimensions, or a symbolic number of
+    torch.compile."""
     if isinstance(value, Tensor):
         return value.dim() == 0
     # isinstance first: to torch.compile a symbolic number is a float, and has no attribute
@@ -86,7 +87,7 @@ def check_positive(op: str, name: str, value) -> None:
 
 
 def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> float:
-    """Returns softcap, 0 for none."""
+    """Checks softcap and returns it, 0 for None."""
     if softcap is None:
         return 0.0
     check_positive(op, name, softcap)
@@ -105,7 +106,8 @@ def check_count(op: str, name: str, value, least: int = 1) -> None:
 
 
 def check_flags(op: str, **flags: bool) -> None:
-    """Catches an argument in the wrong place, which would go unnoticed because most objects are true."""
+    """Raises TypeError for a flag that is not a bool: an argument in the wrong place would go unnoticed, because most objects
+    are true."""
     for name, value in flags.items():
         if type(value) is not bool:
             raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
@@ -126,7 +128,8 @@ def check_input(op: str, x: Tensor, name: str = "input", *, jagged: bool = False
 def check_weight(
     op: str, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, in_features: int, source: str
 ) -> None:
-    """Checks that `weight` [N, in_features] and `bias` [N] fit an input with `in_features` features, of `source`."""
+    """Checks that `weight` [N, in_features] and `bias` [N] fit an input with `in_features` features. source: the input's name
+    in messages."""
     if not torch.compiler.is_compiling() and layer_fits(x, weight, bias, in_features):
         return
     check_tensor(op, name, weight, x)
@@ -144,10 +147,10 @@ def check_weight(
 
 
 def check_tensor(
-    op: str, name: str, tensor: Tensor, x: Tensor, shape: tuple = (), what: str = "", *, floating: bool = True
+    op: str, name: str, tensor: Tensor, x: Tensor, shape: tuple = (), note: str = "", *, floating: bool = True
 ) -> None:
-    """Checks that `tensor` is a dense Tensor on the device of the input x, floating point if `floating`, and of this shape, if
-    one is given. what: is said of it."""
+    """Checks that `tensor` is a dense Tensor on the device of the input x, floating point if `floating`, and of `shape`, if
+    that is not empty. note: follows the shape in the message."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:
@@ -157,7 +160,7 @@ def check_tensor(
     if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
         raise DtypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
     if shape and tuple(tensor.shape) != shape:
-        raise ShapeError(f"{op}: {name} must have shape {shape}{what}, but has {tuple(tensor.shape)}")
+        raise ShapeError(f"{op}: {name} must have shape {shape}{note}, but has {tuple(tensor.shape)}")
 
 
 # -- choices
@@ -175,10 +178,10 @@ class _Choice:
 
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
-        self.impl = ""  # of all matmuls, instead of the table's
-        # bytes, "" for the device's default; in digits, because a number that changes becomes a symbol
+        self.impl = ""  # for all matmuls, instead of the table's
+        # bytes in digits, "" for the device's default; a str, because torch.compile turns an int that changes into a symbol
         self.workspace = ""
-        self.seen: list[tuple] | None = None  # the arguments of choose_impl, while somebody asks
+        self.seen: list[tuple] | None = None  # records the arguments of choose_impl if it is a list
 
 
 _choice = _Choice()
@@ -186,12 +189,12 @@ _choice = _Choice()
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Choose the backend of the ops called inside: "auto", "eager" or "triton".
+    """Sets the backend of the ops called inside: "auto", "eager" or "triton".
 
-    "auto" (also the default of the environment variable CKPTKERN_BACKEND) takes Triton kernels for CUDA tensors that
-    they cover, or a library's matmuls and attention where ours were not measured to be faster, and PyTorch ops for the rest;
-    "triton" takes ours wherever there is one, and raises where none covers the case. The choice is made in forward and saved
-    for backward. Raises ValueError for another name.
+    "auto", also the default of CKPTKERN_BACKEND, runs the Triton kernels or library calls that were measured to be faster on
+    CUDA tensors, and PyTorch ops elsewhere. "triton" runs our kernels wherever they exist, and raises where none covers the
+    case. Backward uses forward's choice.
+    Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
     outer, _choice.backend = _choice.backend, name
@@ -251,19 +254,18 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
 
 @constant
 def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
-    """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else that of our
-    rule."""
+    """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else the default."""
     row = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
     if row:
         return row["impl"]
-    # on a CPU, where kernels are interpreted or emulated, that of the GPU that they are tuned for
+    # a CPU interprets or emulates kernels and takes the implementation of the GPU that they are tuned for
     capability = (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
     return _impls.default_impl(op, capability, dtype, size)
 
 
 def surely(comparison: bool) -> bool:
-    """Says whether a comparison with a number of rows holds. In a graph for any number nothing is sure: it has what is right
-    for all, and no guard that splits the range of torch.export's Dim."""
+    """Returns whether a comparison with a number of rows surely holds. In a graph for any number of rows it never does: the
+    graph is right for all, without a guard that splits the range of torch.export's Dim."""
     if not torch.compiler.is_compiling():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -272,10 +274,10 @@ def surely(comparison: bool) -> bool:
 
 
 def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, name: str | None = None) -> str:
-    """Returns the implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` gives.
+    """Returns the implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` returns.
 
-    features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. name: what the table calls
-    the op, if it is another one. Under backend("triton") no library's matmul replaces a kernel.
+    features, hidden, out: of the op's input, hidden layer (linear_act: 0) and output. name: the op's name in the table, if it
+    is another. Under backend("triton") no library's matmul replaces a kernel.
     """
     if _choice.seen is not None:
         _choice.seen.append((name or op, features, hidden, out, x.dtype))
@@ -291,7 +293,7 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
 
 @contextmanager
 def forced_impl(name: str) -> Iterator[None]:
-    """Makes all matmuls inside take this implementation, if they may; for tests, and to time implementations."""
+    """Makes all matmuls inside use this implementation where they may; for tests, and to time implementations."""
     check_choice("forced_impl", "name", name, _impls.IMPLS)
     outer, _choice.impl = _choice.impl, name
     try:
@@ -315,13 +317,13 @@ def compose_of(op: str, kind: type) -> None:
 
 
 def kernels_alone() -> bool:
-    """Says whether the backend is "triton", under which nothing may replace our kernels."""
+    """Returns whether the backend is "triton", under which nothing may replace our kernels."""
     return _choice.backend == "triton"
 
 
 @functools.cache
 def primitives(name: str) -> Any:
-    """Returns what the ops call: `ckptkern.eager`, or functions of the same names, by an implementation over it or over
+    """Returns the functions that ops call: `ckptkern.eager`, or those of the same names of an implementation over
     `triton_kernels`."""
     if name == "eager":
         return eager
@@ -346,18 +348,18 @@ def read_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# The modules that define the unpack hooks: of torch's checkpoint, of ours in forward, and of ours in recompute.
+# Modules whose unpack hooks show a checkpoint: torch's, ours in forward, and ours in recompute.
 _TRANSFORMS, _BACKWARD = int(Observed.TRANSFORMS), int(Observed.BACKWARD)
 _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
 RECOMPUTING = ("torch.utils.checkpoint", unpack_saved.__module__, "ckptkern.segments.segment")
 
 
-_NESTED = threading.local()  # keeps_modes: this thread's ops keep to their own mode inside a region (`nn.LayerStack`)
+_NESTED = threading.local()  # keeps_modes: ops of this thread use their own mode inside a region (`nn.LayerStack`)
 
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Lets ops keep to their modes inside a region of several layers, whose recompute then recomputes what they do not save."""
+    """Lets ops use their own modes inside a region of several layers, which recomputes what they do not save."""
     before = getattr(_NESTED, "keeps_modes", False)
     _NESTED.keeps_modes = True
     try:
@@ -386,7 +388,7 @@ def choose_mode(recompute: str) -> str:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns autocast's dtype for x's device, None if it is off; meta tensors have no autocast."""
-    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # a fifth of the host time of what follows
+    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # a fifth of the time of what follows
         return None
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -423,7 +425,7 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-# Bytes, where no GPU says how much memory it has; the loss takes no more time with less. benchmarks/NOTES.md has the times.
+# Bytes without a GPU. The loss takes no more time with less; benchmarks/NOTES.md has the times.
 WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 
@@ -440,17 +442,16 @@ def default_workspace(device_type: str, index: int | None) -> int:
 
 
 class workspace:
-    """Set how many bytes of transient memory an op may take in each pass, for ops that are given no `workspace` themselves.
+    """Sets the bytes of transient memory that an op may take in each pass, for calls without a `workspace` of their own.
 
         ckptkern.workspace("64MiB")             # from now on, in the whole process
         with ckptkern.workspace("16MiB"):       # inside
             loss = model(x)
 
-    It works as torch.set_grad_enabled does: the call sets the workspace, and the end of a `with` sets the one of before.
-
     size: an int, a string such as "64MiB", or None for the device's default: 1/32 of a GPU's memory but at least 256 MiB; on a
-    CPU 32 MiB, or the largest weight in float32 if that is more, and 16 MiB for linear_cross_entropy. It is read in forward and
-    saved for backward. torch.compile guards on it. Raises ValueError for another size.
+        CPU 32 MiB, or the largest weight in float32 if that is more, and 16 MiB for linear_cross_entropy. Read in forward;
+        backward uses the same.
+    Raises ValueError for another size.
     """
 
     def __init__(self, size: int | str | None):
@@ -465,12 +466,15 @@ class workspace:
 
 
 _MODES = int(Observed.MODES)
-UNBOUNDED = 2**62  # of tensors without memory, unless a mode counts what they would take: chunks would only take time
+UNBOUNDED = 2**62  # for meta tensors, where chunks would only take time, unless a mode counts their memory
 
 
 def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0, least: int = WORKSPACE) -> int:
-    """Returns workspace in bytes: the value, that of `workspace`, or the default of x's device, and on a CPU `least`, or the
-    float32 sums of the weight that has most elements, `summed`, over which each chunk makes a pass."""
+    """Returns the workspace in bytes: the value, else that of `workspace`, else the default of x's device.
+
+    On a CPU the default is `least`, or the float32 sums of the weight that has most elements, `summed`, over which each chunk
+    makes a pass.
+    """
     if value is not None:
         return parse_bytes(op, value)
     if _choice.workspace:
@@ -481,7 +485,7 @@ def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 
 
 
 def parse_bytes(op: str, value: float | str | None) -> int | None:
-    """Returns workspace in bytes: of a number, or a string such as "64MiB"; None stays None."""
+    """Returns the bytes of a number, or of a string such as "64MiB"; None stays None."""
     if value is None:
         return None
     size = bytes_of(value)

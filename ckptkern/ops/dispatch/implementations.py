@@ -1,17 +1,17 @@
-"""How a matmul with an epilogue is made where kernels run: by the launchers of triton_kernels, or by what takes less time.
+"""Implementations of matmuls with an epilogue, where kernels run: the launchers of triton_kernels, or a library.
 
 | implementation | z = x w^T + b and h = act(z) | backward at "full" |
 |---|---|---|
 | triton | one kernel | both matmuls in one kernel (three of a gated MLP), with h and dz in its epilogue: z is never written |
 | library | cuBLAS, then one elementwise kernel | cuBLAS twice, then elementwise kernels |
 
-In PyTorch ops there is one, `eager`. `default_impl` says which of them runs where nothing was tuned.
+PyTorch ops have one implementation, `eager`. `default_impl` returns the implementation where nothing was tuned.
 
-An implementation is one of the ops' static arguments, chosen in forward and saved for backward. On "triton" recompute equals
-forward bit for bit, whatever the tiles (all add in the same order). On "library" the recompute runs the matmuls of forward, of
-the same shapes, for which cuBLAS chooses alike; with another number of rows in a chunk it may not.
+The implementation is an option of the op, chosen in forward and saved for backward. On "triton" recompute equals forward bit
+for bit, whatever the tiles (all add in the same order). On "library" the recompute runs the matmuls of forward, of the same
+shapes, for which cuBLAS chooses alike; with another number of rows in a chunk it may not.
 
-The matmuls of experts, on "library": torch's grouped_mm where its CUTLASS kernel runs; elsewhere our kernels.
+The matmuls of experts on "library" run torch's grouped_mm where its CUTLASS kernel runs, and our kernels elsewhere.
 
 | matmul | grouped_mm | our kernels |
 |---|---|---|
@@ -19,8 +19,8 @@ The matmuls of experts, on "library": torch's grouped_mm where its CUTLASS kerne
 | between two matmuls | one elementwise pass, in place | the matmul's epilogue |
 | with a bias, or added to a float32 sum | does not exist | these run |
 
-Where its kernel does not run, grouped_mm copies the offsets to the host and multiplies one expert after another. Rows beyond
-the last offset are not written: what they hold is read by elementwise passes alone, which write it to the same rows.
+Where its kernel does not run, grouped_mm copies the offsets to the host and multiplies one expert after another. It does not
+write rows beyond the last offset. Only elementwise passes read them, and they write what they read to the same rows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from ... import eager
 from ...eager.mlp import Steps
 
-CAPABILITIES = ((9, 0), (10, 0))  # of torch's kernel
-NOT_ZEROED = (10, 0)  # leaves an expert without rows what the accumulator held (pytorch#172439, cutlass#2674)
-MOST_EXPERTS = 1023  # of one launch
+CAPABILITIES = ((9, 0), (10, 0))  # that torch's kernel runs on
+NOT_ZEROED = (10, 0)  # torch's kernel leaves garbage in dw of experts without rows (pytorch#172439, cutlass#2674)
+MOST_EXPERTS = 1023  # per launch
 
 
 def capability_of(x: Tensor) -> tuple[int, int]:
@@ -45,8 +45,8 @@ def capability_of(x: Tensor) -> tuple[int, int]:
 
 
 def runs_grouped(groups: eager.Groups, *operands: Tensor) -> bool:
-    """Says whether torch's kernel takes these operands, rows [R, K] or stacks [E, N, K]: bfloat16, and sizes of a matrix,
-    strides and addresses of 16 bytes, as TMA wants them. It asks for no value of a tensor."""
+    """Returns whether torch's kernel takes these operands, rows [R, K] or stacks [E, N, K]: bfloat16, and matrix sizes, strides
+    and addresses in multiples of 16 bytes, as TMA needs. Reads no tensor's values."""
     return (
         groups.order.numel() > 0
         and 0 < groups.offs.numel() - 1 <= MOST_EXPERTS
@@ -56,7 +56,7 @@ def runs_grouped(groups: eager.Groups, *operands: Tensor) -> bool:
 
 
 def _suits_tma(t: Tensor) -> bool:
-    if t.dim() == 3 and t.stride(2) != 1:  # rows may not: each expert's would have to be multiples of 8
+    if t.dim() == 3 and t.stride(2) != 1:  # not for rows: each expert's number would have to be a multiple of 8
         t = t.mT
     return (
         t.dtype == torch.bfloat16
@@ -72,7 +72,7 @@ def _grouped_mm(a: Tensor, b: Tensor, groups: eager.Groups) -> Tensor:
 
 
 class GroupedExperts:
-    """Replaces the experts' launchers, with the same arguments and results. kernels: has the launchers of triton_kernels."""
+    """Replaces the experts' launchers, with the same arguments and results. kernels: the launchers' module."""
 
     kernels: ModuleType
 
@@ -115,7 +115,7 @@ class GroupedExperts:
 
 
 class Kernels:
-    """Gives the kernels as they are, and the matmuls without an epilogue, which are cuBLAS's."""
+    """The implementation "triton": the kernels as they are, and cuBLAS for matmuls without an epilogue."""
 
     def __init__(self, kernels: ModuleType):
         self.kernels = kernels
@@ -131,14 +131,14 @@ class Kernels:
 
 
 class Library(GroupedExperts, Kernels, Steps):
-    """Runs cuBLAS's matmuls, and elementwise kernels between them."""
+    """The implementation "library": cuBLAS's matmuls, and elementwise kernels between them."""
 
-    recomputes_relu = True  # by the matmul that forward ran: relu's own result tells what z would
+    recomputes_relu = True  # by forward's matmul with relu: relu's result holds the mask
 
     def relu(self, x, w, b):
-        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded
-        z. That of tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""
-        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen gives b as it is
+        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z.
+        The epilogue of tanh-GELU would not round z, so forward and recompute would differ."""
+        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen returns b without relu
             return torch._addmm_activation(b, x, w.t())
         return super().relu(x, w, b)
 
@@ -151,29 +151,29 @@ SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input o
 
 
 def size_class(features: int) -> int:
-    """Returns the class of SIZES; a number, even if torch.compile has a symbol for `features`."""
+    """Returns the class of SIZES; an int, even if torch.compile has a symbol for `features`."""
     for most in SIZES:
         if features <= most:
             return most
-    raise ValueError(f"wanted at most {SIZES[-1]} features, but got {features}")
+    raise ValueError(f"features must be at most {SIZES[-1]}, not {features}")
 
 
 def size_text(size: int) -> str:
-    """Returns a class in words."""
+    """Describes a class of SIZES in words."""
     return f"up to {size} features" if size < SIZES[-1] else f"more than {SIZES[-2]} features"
 
 
-# What took less time than libraries in runs under benchmarks/results: (op, compute capability) -> (implementation, up to how
-# many features), in 16 bits. On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024 and
+# Implementations that took less time than libraries in runs under benchmarks/results, in 16 bits: (op, compute capability) ->
+# (implementation, most features). On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024 and
 # 2,048 features (0.62 and 0.81 at "full"). MLPs by kernels took 1.25 of eager's at "full", of 1,024 features, where
 # torch.utils.checkpoint took 1.20: they are not here.
 MEASURED = {("moe_mlp", (9, 0)): ("triton", 2048)}
 
 
 def default_impl(op: str, capability: tuple[int, int], dtype: torch.dtype, size: int) -> str:
-    """Returns the implementation where nothing was tuned: what was measured to take less time there, else libraries, which
-    their makers tune for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute.
-    What libraries have no route for takes the kernels: chains of narrow layers, and experts where grouped_mm has no fast
-    path (`runs_grouped`)."""
+    """Returns the implementation where nothing was tuned: kernels where these were measured to take less time, else libraries,
+    which are tuned for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute. On
+    "library", chains of narrow layers, and experts where grouped_mm has no fast path (`runs_grouped`), still run our kernels.
+    """
     impl, features = MEASURED.get((op, capability), ("library", 0))
     return impl if size <= features and dtype.itemsize == 2 else "library"

@@ -1,4 +1,4 @@
-"""The table of implementations that `python -m ckptkern autotune` measured on this machine: a file for each device, read once a
+"""The table of implementations that `python -m ckptkern autotune` measured on this machine: one file per device, read once per
 process."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from ...state.extension import cache
 from .implementations import IMPLS, SIZES
 
-FORMAT = 4  # 2 had tiles, 3 a row for few and one for many rows
+FORMAT = 4  # format 2 had tiles, 3 separate entries for few and many rows
 Key = tuple[str, str, int]  # op, dtype, one of SIZES
-Row = dict[str, Any]  # of a Key, its implementation, and with what it was measured
+Row = dict[str, Any]  # a Key's values, its implementation and its measurements
 
 
 def _version(package: str) -> str:
@@ -29,21 +29,20 @@ def _version(package: str) -> str:
 
 
 def machine(device_type: str, index: int | None) -> dict[str, str]:
-    """Returns what a table is valid for: a GPU and versions. On a CPU nothing can be chosen, but where kernels are
-    interpreted."""
+    """Returns what a table is valid for: a device, and versions. On a CPU only interpreted kernels have a choice."""
     device = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return {"device": device, **{name: _version(name) for name in ("torch", "triton", "ckptkern")}}
 
 
 def path(device_type: str, index: int | None) -> Path:
-    """Returns the file of a device in $CKPTKERN_CACHE, or in ckptkern in the user's cache."""
+    """Returns a device's file in $CKPTKERN_CACHE, or in ckptkern in the user's cache."""
     device = machine(device_type, index)["device"]
     return cache() / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def read(file: Path, wanted: dict[str, str]) -> tuple[dict[Key, Row], str | None]:
-    """Returns the rows of `file`, and why it cannot be used: it is damaged, or for another machine or version. A file that is
-    not there has no rows."""
+    """Returns the rows of `file`, and why it cannot be used, or None: it is damaged, or for another machine or version. A
+    missing file has no rows."""
     came: dict[str, str] = {}
     rows: dict[Key, Row] = {}
     try:
@@ -69,13 +68,13 @@ def read(file: Path, wanted: dict[str, str]) -> tuple[dict[Key, Row], str | None
 
 @functools.cache
 def table(device_type: str, index: int | None) -> dict[Key, Row]:
-    """Returns what was tuned for this device; nothing if there is no file, or none that can be used, which is said once."""
+    """Returns the tuned rows of this device, none without a usable file. Warns once of a file that cannot be used."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return {}
     try:
         file = path(device_type, index)
         rows, why = read(file, machine(device_type, index))
-    except RuntimeError as error:  # there is no home
+    except RuntimeError as error:  # the user has no home folder
         file, rows, why = Path("the table of tuned implementations"), {}, str(error)
     if why:
         warnings.warn(

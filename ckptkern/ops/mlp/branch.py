@@ -1,11 +1,10 @@
-"""The MLP that `mlp`, `gated_mlp` and the MLP sublayer of a layer share: forward, backward and reference implementation.
+"""The MLP shared by `mlp`, `gated_mlp` and a layer's MLP sublayer: forward, backward and reference implementation.
 
     h = dropout(act(x up^T + b))            y = h down^T + b
     h = dropout(act(x gate^T + b) * (x up^T + b))                         gated
 
-Tokens go through in the same chunks in forward and backward, so that a chunk's hidden layer is recomputed by matmuls of the
-same shape, which have the same bits. A layer may have a low-rank update (`low_rank`); then no kernel forms several steps at
-once.
+Forward and backward take tokens in the same chunks, so that a chunk's hidden layer is recomputed by matmuls of the same shape,
+with the same bits. A layer may have a low-rank update (`low_rank`); then no kernel fuses several steps.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from ..sublayer.lora import low_rank, names_of, reference_linear
 LAYERS = ("gate", "up", "down")
 BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
-OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
+OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that do not need dh
 READ_H = OF_DOWN - {"down_bias"}
-# of the layers that read x, in the kernels' order; gated?
+# gated -> the parameters of the layers that read x, in the kernels' order
 INNER = {False: ("up_weight", "up_bias"), True: ("gate_weight", "gate_bias", "up_weight", "up_bias")}
 
 
@@ -44,8 +43,11 @@ def check_branch(
     *,
     needs_gate: bool = False,
 ) -> None:
-    """Checks that the layers fit each other and x; t: weights and biases, by name, those of the gate None without one. prefix,
-    hidden: what messages call them and the rows that the last one reads."""
+    """Checks that the layers fit each other and x.
+
+    t: weights and biases by name, the gate's None without a gate. prefix: put before parameters' names in messages; hidden: the
+    name there of the rows that the last layer reads.
+    """
     gate, up, features = t["gate_weight"], t["up_weight"], x.shape[-1]
     check_weight(op, f"{prefix}up_weight", up, t["up_bias"], x, features, "input")
     if gate is not None or needs_gate:
@@ -61,7 +63,7 @@ def check_branch(
 
 
 class BranchOptions(NamedTuple):
-    """gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard."""
+    """Options of an MLP. gated: there is a gate_weight. first_column: of the hidden layer, where it is a shard."""
 
     gated: bool
     activation: str
@@ -76,7 +78,7 @@ class BranchOptions(NamedTuple):
 
 
 def saves(o: Any) -> tuple[str, ...]:
-    """What forward saves besides its tensors: of what the activation reads (z, or g and u) and gives (h)."""
+    """Returns the names of what forward saves: what the activation reads (z, or g and u) and returns (h)."""
     if o.recompute == "full":
         return ()
     if not o.gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
@@ -86,11 +88,13 @@ def saves(o: Any) -> tuple[str, ...]:
 
 
 class MLPBranch:
-    """One call. t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name;
-    o: BranchOptions' fields and what `low_rank` reads; holds: are Frozen weights held, None to find out (`beside_frozen`)?
+    """An MLP in one call, applied to ranges of rows.
 
-    Step by step means that no kernel forms several matmuls at once, as low-rank updates need, and Frozen weights that are not
-    held.
+    t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name.
+    o: BranchOptions' fields and what `low_rank` reads.
+    holds: whether dequantised Frozen weights are held; None asks `beside_frozen`.
+
+    by_step: no kernel forms several matmuls at once, because of low-rank updates, or Frozen weights that are not held.
     """
 
     def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, holds: bool | None = None):
@@ -107,8 +111,8 @@ class MLPBranch:
         self.by_step = bool(self.updates) or not holds
 
     def parameter(self, name: str) -> Any:
-        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
-        the caller alone."""
+        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls. A Frozen parameter that is not held
+        is dequantised for each caller."""
         parameter = getattr(self.t, name)
         frozen = type(parameter) is Frozen
         if parameter is None or (parameter.dtype is self.dtype and not frozen):
@@ -123,13 +127,13 @@ class MLPBranch:
     # -- forward
 
     def linear(self, layer: str, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        given = x, self.parameter(WEIGHT[layer]), self.parameter(BIAS[layer])
-        y = self.p.linear(*given) if out is None else self.p.linear(*given, out=out)
+        arguments = x, self.parameter(WEIGHT[layer]), self.parameter(BIAS[layer])
+        y = self.p.linear(*arguments) if out is None else self.p.linear(*arguments, out=out)
         update = self.updates.get(layer)
         return y if update is None else update.add(self.p, y, x, start)
 
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
-        """(h, [z] or [g, u], None unless `save`)."""
+        """Computes h, and [z] or [g, u], whose members may be None unless `save`."""
         o = self.o
         if self.by_step:
             before = [self.linear(layer, x, start) for layer in self.first]
@@ -142,12 +146,13 @@ class MLPBranch:
         return h, [z]
 
     def activated(self, before: list[Tensor], start: int) -> Tensor:
-        """h of [z] or [g, u]."""
+        """Computes h from [z] or [g, u]."""
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
         return self.p.apply_dropout(h, self.dropout, start)
 
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """(y, what `saves` names) of rows x [rows, d] that begin at `start`; y is written to `y`, if there is one."""
+        """Computes y of rows x [rows, d] that begin at `start`, in the tensor `y` if there is one; returns y and what `saves`
+        names."""
         names = saves(self.o)
         h, before = self.hidden(x, start, bool(names) and names != ("h",))
         y = self.linear("down", h, start, y)
@@ -158,17 +163,17 @@ class MLPBranch:
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
     def result_of(self, x: Tensor, saved: dict[str, Tensor], start: int) -> Tensor:
-        """Returns y of rows x that begin at `start`: by one matmul from what `saves` names of them, if it was saved."""
+        """Computes y of rows x that begin at `start`: by one matmul if what `saves` names was saved, else by all."""
         if not saved:
             return self.forward_rows(x, start)[0]
         hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
         return self.linear("down", hidden, start)
 
     def row_bytes(self) -> int:
-        """Returns bytes of a row's transient tensors in either pass.
+        """Returns the bytes of a row's transient tensors in either pass.
 
-        They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
-        Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds two
+        They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g). Implementations
+        that write each result to new memory hold more, as do some activations in the eager backend; dropout there holds two
         more and a mask.
         """
         (hidden, features), out, on_gpu = self.t.up_weight.shape, self.t.down_weight.shape[0], self.t.up_weight.is_cuda
@@ -180,16 +185,14 @@ class MLPBranch:
                 masks = hidden if drops else 0
             elif (
                 backend == "library"
-            ):  # which writes dz over dh, h over z; dg and du over g and u, h over dh; dropout anew
+            ):  # writes dz over dh, h over z; dg, du over g, u and h over dh; dropout to new memory
                 held += drops - (2 if self.gated else 0)
             return row_bytes(
                 self.dtype, on_gpu, held * hidden, masks, hidden + widest, (3 if self.gated else 2) * hidden
             )
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
-        if (
-            self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
-        ):  # copies of dy and x for the updates' gradients
+        if self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for their gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
         return row_bytes(self.dtype, on_gpu, held, hidden, hidden + widest, 3 * hidden)
 
@@ -198,10 +201,10 @@ class MLPBranch:
     def fused_gradients(
         self, dy: Tensor, x: Tensor | None, before: list[Tensor], h: Tensor | None, start: int, sums: Sums
     ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
-        """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
-        kernel. before: empty if it is recomputed."""
+        """Runs one kernel; returns the gradients of [z] or [g, u], h if the down weight's gradient reads it, and sums of the
+        gradients' columns. before: [z] or [g, u], empty to recompute them."""
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.parts["up"]
-        if type(dy) is Late and o.backend == "triton":  # others read it after what they recompute
+        if type(dy) is Late and o.backend == "triton":  # other implementations recompute first and then read dy
             dy = dy.arrived()
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
@@ -223,17 +226,17 @@ class MLPBranch:
     def backward_rows(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
     ) -> Tensor | None:
-        """Adds to the sums what the gradient dy [rows, e] of rows that begin at `start` gives; returns that of x [rows, d], in
-        `dx` if there is one. x: None where it is not read; saved: what `saves` names."""
+        """Adds the gradients that dy [rows, e] of rows that begin at `start` gives to the sums; returns dx [rows, d], in `dx`
+        if there is one. x: None where it is not read; saved: what `saves` names."""
         h, before, behind = None, [], sums.behind
         if saved:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
         if type(dy) is Late and dy.finish is not None and behind and self.gated and not saved:
-            h, before = self.hidden(x, start, save=True)  # else one kernel may recompute and read dy
+            h, before = self.hidden(x, start, save=True)  # else one kernel recomputes and reads dy at once
             dy = dy.arrived()
         if behind and not self.by_step:
-            # relu's own result tells what z would
+            # relu's result holds the mask
             before = [h] if not before and h is not None else before
             gradients, h, parts = self.fused_gradients(dy, x, before, h, start, sums)
             before = []
@@ -269,20 +272,22 @@ class MLPBranch:
         return dx
 
     def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:
-        """What a low-rank update's gradients are made of, if any of them is needed."""
+        """Returns the gradient of the inner features of a layer's low-rank update, or None if no gradient reads it."""
         update = self.updates.get(layer)
         return update.inner_gradient(dy) if update and (reads_input or sums.trains(layer)) else None
 
 
 class Sums:
-    """The gradients of weights, biases and updates that are needed, summed over chunks. behind: is anything needed that h's
-    gradient is read for; read_h: is h read? parts: in which dtype a kernel sums a bias's gradient, by layer; False where it is
-    not needed."""
+    """The needed gradients of weights, biases and updates, summed over chunks.
+
+    behind: a needed gradient reads that of h; read_h: one reads h. parts: the dtype in which a kernel sums a bias's gradient,
+    by layer; False where it is not needed.
+    """
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.need = branch, need
         self.need_dx, self.behind, self.read_h = "x" in need, not OF_DOWN.issuperset(need), not READ_H.isdisjoint(need)
-        self.once = chunks == 1 and not branch.updates  # then `totals` holds gradients
+        self.once = chunks == 1 and not branch.updates  # `totals` then holds gradients
         self.totals: dict[str, Any] = {}
         for name in () if self.once else need:
             if name != "x":
@@ -294,13 +299,13 @@ class Sums:
                 self.parts[layer] = getattr(branch.t, bias).dtype if self.once else self.totals[bias].part
 
     def trains(self, layer: str) -> bool:
-        """Do they have a gradient of the layer's update?"""
+        """Returns whether the layer's update needs a gradient."""
         return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
     def add(
         self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
     ) -> None:
-        """part: the sum of dy's columns, if a kernel has formed it."""
+        """Adds a layer's gradients from dy and x. part: the sum of dy's columns, if a kernel has formed it."""
         totals, name, bias = self.totals, WEIGHT[layer], BIAS[layer]
         if bias in self.need and part is None:
             part = eager.column_sum(dy, self.parts[layer])
@@ -330,7 +335,7 @@ class Sums:
 
 
 def reference(x: Tensor, t: Any, o: Any) -> Tensor:
-    """The MLP of x [..., d] in differentiable PyTorch ops."""
+    """Computes the MLP of x [..., d] in differentiable PyTorch ops."""
 
     def linear(layer: str, rows: Tensor) -> Tensor:
         update = low_rank(t, o, LAYERS, layer, row_count(x))

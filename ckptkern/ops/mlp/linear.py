@@ -1,5 +1,4 @@
-"""linear_act: y = act(x w^T + b) as one region; and linear_stack: k layers of these as one, of which only the input lives until
-backward."""
+"""linear_act: y = act(x w^T + b) as one region; and linear_stack: k such layers as one region."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from ..registration.op import (
 )
 from ..sublayer.lora import reference_linear
 
-X, W, B = range(3)  # of linear_act; X of both
+X, W, B = range(3)  # places in linear_act's tensors; X in linear_stack's too
 
 
 class LinearActOptions(NamedTuple):
@@ -54,7 +53,7 @@ class LinearAct(Op):
 
     @staticmethod
     def saves(o):
-        """Names, of relu at "none", its own output, which the next layer saves anyway."""
+        """Returns the names of what forward saves: for relu at "none" its own output, which the next layer saves anyway."""
         if o.activation == "identity" or o.recompute == "full":
             return ()
         if o.activation == "relu":
@@ -70,7 +69,7 @@ class LinearAct(Op):
         x, w, b = tensors
         p, rows, saves = primitives(o.backend), rows_2d(x), LinearAct.saves(o)
         w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
-        if o.activation == "identity":  # without an epilogue our kernel has nothing to gain
+        if o.activation == "identity":  # without an epilogue our kernel gains nothing
             y, z, bits = p.linear(rows, w, b), None, None
         else:
             keep = dict(save_z="z" in saves, save_bits="bits" in saves)
@@ -118,24 +117,20 @@ _apply_act = build(LinearAct)
 def linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "relu", *, recompute: str = "selective"
 ) -> Tensor:
-    """y = act(x weight^T + bias).
+    """Computes y = act(x weight^T + bias).
 
-    x [..., k], weight [n, k], bias [n] or None -> y [..., n] in x's dtype (autocast's inside torch.autocast).
-    float16, bfloat16, float32; float64 in PyTorch ops.
+    x [..., k], weight [n, k], bias [n] or None -> y [..., n].
 
-    activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward (identity saves x
-    in every mode):
+    activation: a name in ckptkern.ACTIVATIONS.
+    recompute: what is saved besides parameters, and matmuls in forward + backward ("identity" saves x):
 
                      relu                                     others    matmuls
         "none"       x, y (no memory of its own in a chain)   x, z      3
         "selective"  x, 1 bit per element                     x, z      3
         "full"       x                                        x         4
 
-    A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients.
-    torch then chooses what is saved.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
-    RuntimeError (backend).
+    A sparse weight runs torch's own ops.
+    Raises: see Conventions.
     """
     check_options("linear_act", activation, recompute)
     check_input("linear_act", x, jagged=True)
@@ -155,13 +150,13 @@ def linear_act(
 
 
 def _split(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """(x, weights, biases)"""
+    """Returns x, the weights and the biases."""
     count = len(tensors) // 2
     return tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
 
 
 def _cast(weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> list[tuple]:
-    """Each layer's weight and bias in a dtype."""
+    """Casts each layer's weight and bias to a dtype."""
     return [tuple(cast_parameter(t, dtype) for t in layer) for layer in zip(weights, biases, strict=True)]
 
 
@@ -172,15 +167,15 @@ def _packed(p, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width
 
 
 def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -> int | None:
-    """Padded width of a chain that fits one kernel, or None if each layer is a kernel of its own."""
+    """Returns the padded width of a chain that fits one kernel, or None if each layer is a kernel of its own."""
     if o.backend == "eager" or o.recompute in ("none", "selective"):
         return None
     return primitives(o.backend).stack_width(x, [weights[0].shape[1], *(w.shape[0] for w in weights)])
 
 
 def _row_bytes(o: LinearStackOptions, weights: Sequence[Tensor], dtype: torch.dtype, on_gpu: bool) -> int:
-    """Returns bytes of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer,
-    with what its activation's gradient holds. Forward takes no more, and the same chunks."""
+    """Returns the bytes of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current
+    layer, with what its activation's gradient holds. Forward takes no more, and the same chunks."""
     widths = [w.shape[0] for w in weights]
     temporaries = eager.ACTIVATIONS[o.activation].temporaries if o.backend == "eager" else 0
     held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
@@ -188,7 +183,7 @@ def _row_bytes(o: LinearStackOptions, weights: Sequence[Tensor], dtype: torch.dt
 
 
 class LinearStackOptions(NamedTuple):
-    """layers: how many, of weights and of biases, which may all be None."""
+    """Options of linear_stack. layers: the number of weights, and of biases, which may all be None."""
 
     activation: str
     recompute: str
@@ -199,7 +194,7 @@ class LinearStackOptions(NamedTuple):
 
 
 class LinearStack(Op):
-    """Tensors: x, weights, biases."""
+    """The op of linear_stack. Tensors: x, weights, biases."""
 
     name = "linear_stack"
     Options = LinearStackOptions
@@ -207,7 +202,8 @@ class LinearStack(Op):
 
     @staticmethod
     def saves(o):
-        """Every layer's h (relu), of which the last is y, or z (others); or the 1-bit mask of the last layer."""
+        """Returns the names of what forward saves: every layer's h (relu; the last is y) or z (others), or the last layer's
+        1-bit mask."""
         if o.recompute in ("none", "selective"):
             names = tuple(f"hidden{i}" for i in range(o.layers))
             return (*names[:-1], "y") if o.activation == "relu" else names
@@ -229,14 +225,14 @@ class LinearStack(Op):
         save_z = o.recompute in ("none", "selective") and o.activation != "relu"
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
-            h, made = rows[start:stop], {}
+            h, results = rows[start:stop], {}
             for i, (w, b) in enumerate(layers):
                 h, z, bits = p.linear_fwd(
                     h, w, b, o.activation, o.precision, save_z=save_z, save_bits=save_bits and i == o.layers - 1
                 )
                 if f"hidden{i}" in saves:
-                    made[f"hidden{i}"] = z.clone() if z is h else z if save_z else h
-            return made | {"y": h} | ({"bits": bits} if save_bits else {})
+                    results[f"hidden{i}"] = z.clone() if z is h else z if save_z else h
+            return results | {"y": h} | ({"bits": bits} if save_bits else {})
 
         saved = by_chunks(token_chunks(rows.shape[0], _row_bytes(o, weights, x.dtype, x.is_cuda), o.workspace), of_rows)
         return unflattened(saved["y"], x), saved
@@ -253,12 +249,12 @@ class LinearStack(Op):
         if width is not None:
             packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
             dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needs_x)
-            made = [None if dx is None else unflattened(dx, x)]
-            of_biases = db if biases[0] is not None else dw  # of which none is needed
+            gradients = [None if dx is None else unflattened(dx, x)]
+            of_biases = db if biases[0] is not None else dw  # without biases none is needed
             for grad, t, need in zip((*dw, *of_biases), parameters, needs_of, strict=True):
                 part = grad[tuple(map(slice, t.shape))] if need else None
-                made.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))
-            return made
+                gradients.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))
+            return gradients
         layers = _cast(weights, biases, dy.dtype)
         chunks = token_chunks(dy.shape[0], _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
         grads: list[Any] = [
@@ -304,7 +300,7 @@ class LinearStack(Op):
                 if i == lowest and h is None and weight_grads[i]:
                     h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
-                    dz_below, made, db = p.act_grad(
+                    dz_below, recomputed, db = p.act_grad(
                         dz,
                         layers[i][0],
                         stored_rows[i - 1],
@@ -314,7 +310,7 @@ class LinearStack(Op):
                         h_over_z=not stored,
                         db=sums[i - 1],
                     )
-                    h = made if h is None else h
+                    h = recomputed if h is None else h
                 if weight_grads[i]:
                     weight_grads[i].add(dz, h)
                 dz = dz_below
@@ -343,31 +339,25 @@ def linear_stack(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """k layers h <- act(h w_l^T + b_l), starting from x, as ONE region.
+    """Computes k layers h <- act(h w_l^T + b_l), starting from x, as one region.
 
-    x [..., n_0], weights: k tensors [n_{l+1}, n_l], biases: k tensors [n_{l+1}] or None -> y [..., n_k] in x's dtype
-    (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. Chains whose widths are all
-    <= 64 run in one kernel forward and one backward. There, a token whose hidden layer overflows to inf may give NaN where
-    separate layers would not.
+    x [..., n_0], k weights [n_{l+1}, n_l], k biases [n_{l+1}] or None -> y [..., n_k]. Widths that are all <= 64 run in one
+    kernel per pass; there an infinite hidden value may give NaN.
 
-    activation: a name in ckptkern.ACTIVATIONS, after every layer, the last included.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
+    activation: a name in ckptkern.ACTIVATIONS, applied after every layer.
+    recompute: what is saved besides parameters, and matmuls in forward + backward:
 
         "none", "selective"  every h (relu) or x and every z (others)              3k
         "full"               x, and 1 bit per element of y (relu) / x (others)     4k - 1 / 4k
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
-    counted.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
-    workspace), RuntimeError (backend).
+    Raises: see Conventions.
     """
     op = "linear_stack"
     check_options(op, activation, recompute)
     check_input(op, x, jagged=True)
-    for name, given in (("weights", weights), ("biases", () if biases is None else biases)):
-        if isinstance(given, Tensor) or not isinstance(given, Iterable):
-            raise TypeError(f"{op}: {name} must be a list of tensors, not {type(given).__name__}")
+    for name, values in (("weights", weights), ("biases", () if biases is None else biases)):
+        if isinstance(values, Tensor) or not isinstance(values, Iterable):
+            raise TypeError(f"{op}: {name} must be a list of tensors, not {type(values).__name__}")
     weights = list(weights)
     biases = [None] * len(weights) if biases is None else list(biases)
     if not weights:

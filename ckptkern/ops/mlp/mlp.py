@@ -1,6 +1,8 @@
 """mlp: y = dropout(act(x w1^T + b1)) w2^T + b2, and gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...).
-Each is one region that saves its input and recomputes the rest in backward. mlp_block: [norm ->] MLP or gated MLP and what is
-around it (`residual`), as one region; and the sublayer that `transformer_layer` is made of, too."""
+
+Each is one region that saves its input and recomputes the rest in backward. mlp_block adds norms, dropout and the residual
+(`residual`); `transformer_layer` runs the same sublayer.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ from ..sublayer.residual import (
 )
 from .branch import LAYERS, BranchOptions, MLPBranch, Sums, check_branch, reference, saves
 
-# Rows like the input's, in the dtype of its sums, that are alive beside the branch's own, and in a norm's backward (eager).
+# Live rows like the input's, in the accumulate dtype: beside the branch's own, and in an eager norm's backward.
 AROUND_BRANCH, AROUND_NORM = 5, 10
 OF_BRANCH = frozenset(
     name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))
@@ -57,7 +59,7 @@ OF_BRANCH = frozenset(
 
 @with_fields(AroundTensors, ..., updates_of(LAYERS), RandomStates)
 class MLPTensors(NamedTuple):
-    """The tensors of an MLP sublayer. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
+    """The tensors of an MLP sublayer. Without a gate_weight, fc1 is `up` and fc2 `down`."""
 
     gate_weight: Tensor | None
     gate_bias: Tensor | None
@@ -69,8 +71,8 @@ class MLPTensors(NamedTuple):
 
 @with_fields(..., SublayerOptions)
 class MLPOptions(NamedTuple):
-    """The sublayer's other arguments. gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard;
-    lora: of gate, up and down."""
+    """Options of an MLP sublayer. gated: there is a gate_weight. first_column: of the hidden layer, where it is a shard. lora:
+    of gate, up and down."""
 
     gated: bool
     activation: str
@@ -80,16 +82,16 @@ class MLPOptions(NamedTuple):
 
 
 def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
-    """Returns bytes of a row's transient tensors. of_branch: those in the branch; widest: features of what it reads or
-    gives."""
+    """Returns the bytes of a row's transient tensors. of_branch: those in the branch; widest: the branch's input or output
+    features, whichever are more."""
     o = sublayer.o
     row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
-    beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
+    beside = AROUND_BRANCH * row  # the branch's input and output, and their gradients
     return max(of_branch + beside, AROUND_NORM * row if o.backend == "eager" else beside)
 
 
 class MLPSublayer(Sublayer):
-    """What an MLP sublayer computes, for one input, in chunks of tokens."""
+    """An MLP sublayer of one input, in chunks of tokens."""
 
     def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
         super().__init__(x, t, o)
@@ -103,16 +105,16 @@ class MLPSublayer(Sublayer):
         return Sums(self.branch, inner | {"x"} if self.needs_dh(need) else inner, chunks)
 
     def forward(self) -> dict[str, Tensor]:
-        """The sublayer's output, "y", and what its branch saves."""
+        """Computes the sublayer's output, "y", and what its branch saves."""
         f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
         return saved | {"y": self.output(self.drop(f))}
 
     def backward(
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
     ) -> dict[str, Tensor | None]:
-        """The gradients that are not in `sums`."""
+        """Computes the gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
-        # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+        # no mode saves f: it is recomputed by one matmul from a saved hidden layer, else by all
         if self.reads_branch(need):
             f = self.drop(branch.result_of(h, {} if branch.updates else saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
@@ -136,17 +138,17 @@ _apply = build(MLPBlock)
 across = across_ranks(_apply)
 
 
-def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, MLPOptions]:
+def gather(op, x, *, activation, dropout_p, lora, **others) -> tuple[MLPTensors, MLPOptions]:
     """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_options(op, activation, given["recompute"], dropout_p)
+    check_options(op, activation, others["recompute"], dropout_p)
     check_input(op, x)
-    t = {name: given.pop(name) for name in MLPTensors.own}
+    t = {name: others.pop(name) for name in MLPTensors.own}
     check_branch(op, x, t)
     weights = {layer: t[f"{layer}_weight"] for layer in LAYERS}
     updates = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
     (features, hidden), gated = weights["down"].shape, weights["gate"] is not None
-    tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **given)
+    tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **others)
     o = MLPOptions(
         gated=gated,
         activation=activation,
@@ -210,9 +212,8 @@ def mlp_block(
     """
 
 
-# -- without anything around it
+# -- mlp and gated_mlp: no norm, residual or dropout around them
 
-# of `mlp` and `gated_mlp`
 BranchTensors = namedtuple("BranchTensors", (*MLPTensors.own, "rng"))
 
 
@@ -252,8 +253,8 @@ class MLP(Op):
         else:
             dx = rows.new_empty((rows.shape[0], branch.t.up_weight.shape[1])) if sums.need_dx else None
             for start, stop in chunks:
-                x_rows, dx_rows = (one if one is None else one[start:stop] for one in (x, dx))
-                of_rows = {name: one[start:stop] for name, one in saved.items()}
+                x_rows, dx_rows = (tensor if tensor is None else tensor[start:stop] for tensor in (x, dx))
+                of_rows = {name: tensor[start:stop] for name, tensor in saved.items()}
                 branch.backward_rows(rows[start:stop], x_rows, of_rows, start, sums, dx_rows)
         grads = sums.results()
         if sums.need_dx:
@@ -277,7 +278,7 @@ def run(apply, op, x, t, activation, dropout_p, training, recompute, workspace) 
     """Checks the arguments of `mlp` or `gated_mlp` and applies it. t: its tensors, without a random state."""
     if ACTIVE.shard is not None:
         others = dict(dropout_p=dropout_p, training=training, recompute=recompute, workspace=workspace, residual=False)
-        layers = {name: one for name, one in t._asdict().items() if name != "rng"}
+        layers = {name: tensor for name, tensor in t._asdict().items() if name != "rng"}
         return mlp_block(x, **layers, activation=activation, **others)
     check_options(op, activation, recompute, dropout_p)
     check_input(op, x, jagged=True)
@@ -314,26 +315,19 @@ def mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
+    """Computes y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
 
-    x [..., d], fc1_weight [h, d], fc1_bias [h] or None, fc2_weight [e, h], fc2_bias [e] or None -> y [..., e] in x's
-    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops.
+    x [..., d], fc1_weight [h, d], fc1_bias [h] or None, fc2_weight [e, h], fc2_bias [e] or None -> y [..., e].
 
     activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
-    dropout_p, training: dropout after the activation, replayed in backward from 16 bytes; p is rounded to k/65536.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
+    dropout_p, training: dropout after the activation.
+    recompute: what is saved besides parameters, and matmuls in forward + backward:
 
         "none"       x, h (relu); x, z, h (others)     6
         "selective"  x, h (relu); x, z (others)        6
         "full"       x                                 7
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
-    counted.
-
-    Inside torch.utils.checkpoint the mode is "none": the checkpoint already recomputes the region.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
-    probability, workspace), RuntimeError (backend).
+    Raises: see Conventions.
     """
     t = BranchTensors(None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
     return run(_apply_mlp, "mlp", x, t, activation, dropout_p, training, recompute, workspace)
@@ -354,24 +348,19 @@ def gated_mlp(
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
-    """y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
+    """Computes y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
 
-    x [..., d], gate_weight and up_weight [h, d], down_weight [e, h], biases [h], [h], [e] or None -> y [..., e] in x's
-    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. SwiGLU is
+    x [..., d], gate_weight and up_weight [h, d], down_weight [e, h], biases [h], [h], [e] or None -> y [..., e]. SwiGLU is
     activation="silu", GEGLU "gelu" (Shazeer 2020, arXiv 2002.05202).
 
-    dropout_p, training: dropout of the hidden layer, replayed in backward from 16 bytes; p is rounded to k/65536.
-    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
+    dropout_p, training: dropout of the hidden layer.
+    recompute: what is saved besides parameters, and matmuls in forward + backward:
 
         "none"       x, g, u, h    9
         "selective"  x, g, u       9
         "full"       x            11
 
-    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
-    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
-    counted.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
-    probability, workspace), RuntimeError (backend).
+    Raises: see Conventions.
     """
     t = BranchTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
     return run(_apply_gated, "gated_mlp", x, t, activation, dropout_p, training, recompute, workspace)

@@ -1,1 +1,1 @@
-"""How an op becomes library ops and autograd Functions."""
+"""Registration of ops as library ops and autograd Functions."""

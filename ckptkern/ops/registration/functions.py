@@ -1,6 +1,6 @@
-"""The autograd Functions around an op's two library ops, and the one entry that calls the Function that fits.
+"""The autograd Functions around an op's two library ops, and the entry point that calls the Function that fits.
 
-| who calls | Function |
+| caller | Function |
 |---|---|
 | eager mode | Eager |
 | torch.compile | Functional |
@@ -9,8 +9,8 @@
 | backward of any of these under create_graph | Backward |
 | a tensor-parallel block | Across: the collectives and the op |
 
-`needs` is the needs_input_grad mask, a bitmask over the tensors (`needs`). What it leaves out costs no GEMM. In eager
-backward that is also what this pass does not ask for.
+`needs` is the needs_input_grad mask, a bitmask over the tensors. A gradient outside of it costs no GEMM. Eager backward also
+leaves out what the running pass does not ask for.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def build(op: type[Op]):
     bare = named(type("Bare", (eager,), {}), op, "Op")
 
     def kernel(tensors, *lists):
-        """The library op for graphs that call the op itself, with a classic Function around it."""
+        """Runs the library op, with a classic Function around it, for graphs that call the op itself."""
         if needs := wanted(tensors):
-            made: list[Tensor] = []
-            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
-            return [*(results if isinstance(results, tuple) else (results,)), *made]
+            saved: list[Tensor] = []
+            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *saved]
         with torch._C._AutoDispatchBelowAutograd():
             return registered.fwd(tensors, *lists)
 
@@ -80,19 +80,20 @@ _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), i
 
 
 def _without_frozen(seen: int, tensors: Sequence[Tensor | None]) -> int:
-    """What `state.observe` saw of the tensors: a Frozen needs no dispatch, because an op's body dequantises it."""
+    """Returns what `state.observe` saw, without subclasses if all are Frozen: these need no dispatch, because an op's body
+    dequantises them."""
     return seen & ~_SUBCLASS if all(type(t) is Frozen or type(t) in PLAIN for t in tensors) else seen
 
 
 class Bodies:
-    """Are ops run as their bodies, whatever observes them? Process-wide: backward has threads of its own."""
+    """Process-wide switch: ops run as their bodies, whatever observes them. Backward has threads of its own."""
 
     seen = False
 
 
 @contextlib.contextmanager
 def bodies_seen() -> Iterator[None]:
-    """Inside, a dispatch mode sees what an op's body calls, and not the library op around it."""
+    """Shows dispatch modes inside what an op's body calls, instead of the library op around it."""
     before, Bodies.seen = Bodies.seen, True
     try:
         yield
@@ -101,22 +102,22 @@ def bodies_seen() -> Iterator[None]:
 
 
 def runs_directly(seen: int) -> bool:
-    """Does backward run an op's body without the library op around it? seen: what `observe` saw."""
+    """Returns whether backward runs an op's body without the library op around it. seen: what `observe` saw."""
     return not seen & _OBSERVED or (Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
 
 
 def returned(op: type[Op], results):
-    """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
+    """Returns y, or a tuple of all results that have a gradient."""
     more = op.more_results
     return tuple(results[: 1 + len(more)]) if more else results[0]
 
 
 def _second_order(op, dy, flat, options, needs, cotangents):
-    """Gradients of dy and of `flat` (the saved tensors, then the gradients of more results) of <cotangents,
-    backward(dy, tensors)>.
+    """Computes the gradients of <cotangents, backward(dy, tensors)> with respect to dy and `flat`: the saved tensors, then the
+    gradients of more results.
 
-    backward(dy, t) is the vector-Jacobian matmul of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
-    the vector-Jacobian matmul of that, which torch.func forms from the reference's second derivative.
+    backward(dy, t) is the vector-Jacobian product f'(t)^T dy of the reference, for the tensors that `needs` names. So these
+    gradients are its vector-Jacobian product, which torch.func forms from the reference's second derivative.
     """
     more = len(op.more_results)
     tensors, saved = call_of(op, flat, options)
@@ -136,29 +137,29 @@ def _second_order(op, dy, flat, options, needs, cotangents):
 
     dys = (dy, *flat[len(flat) - more :]) if more else dy
     _, pull = torch.func.vjp(first_order, dys, *(tensors[i] for i in variables))
-    given = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
-    ddys, *others = pull(tuple(given))
+    filled = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
+    ddys, *others = pull(tuple(filled))
     grads = dict(zip(variables, others, strict=True))
     ddy, *ddmore = ddys if more else (ddys,)
-    grads |= {len(flat) - more + i: one for i, one in enumerate(ddmore)}
+    grads |= {len(flat) - more + i: gradient for i, gradient in enumerate(ddmore)}
     return ddy, [None if t is None else grads.get(i) for i, t in enumerate(flat)]
 
 
 def named(function: type, op: type[Op], suffix: str) -> type:
-    """Names the Function after the op, and its node too, whose name shows in grad_fn, profiles and anomaly mode."""
+    """Sets the name of the Function from the op's, and that of its node, which shows in grad_fn, profiles and anomaly mode."""
     node = function._backward_cls
     function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
-    node.stash = None  # what the first of two passes leaves in a ctx
+    node.stash = None  # where the first of two passes leaves gradients in a ctx
     node.__name__ = node.__qualname__ = f"{function.__name__}Backward"
     return function
 
 
 def _gradients(registered: Registered):
-    """What the backward of every Function below calls."""
+    """Builds the function that the backward of every Function below calls."""
     op = registered.op
 
     class Backward(torch.autograd.Function):
-        """Of the backward op, differentiable itself."""
+        """Autograd Function of the backward op, itself differentiable."""
 
         generate_vmap_rule = True
 
@@ -182,9 +183,9 @@ def _gradients(registered: Registered):
     second_order = named(Backward, op, "Backward")
 
     def gradients(dy, flat, options, needs):
-        """One gradient per tensor, None where not needed; differentiable only under create_graph."""
+        """Computes one gradient per tensor, None where not needed; differentiable only under create_graph."""
         if torch.is_grad_enabled():
-            if flat[0] is None and needed(needs, 0):  # else the gradient of x would come without a graph to x
+            if flat[0] is None and needed(needs, 0):  # else the gradient of x would have no graph to x
                 op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
@@ -195,7 +196,7 @@ def _gradients(registered: Registered):
             if not seen & _OBSERVED or runs_directly(seen):
                 return run_backward(op, dy, flat, options, needs, seen)
             grads = call_backward(registered, dy, flat, options, needs)
-            # not of a graph that is compiled, or of a batch: where dy stands for others
+            # not in a compiled graph or under vmap, where dy is a placeholder or a batch
             if not (compiling or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(dy)):
                 grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
@@ -204,7 +205,7 @@ def _gradients(registered: Registered):
 
 
 def _eager_function(registered: Registered, gradients) -> type:
-    """The classic Function: the quickest on the host."""
+    """Builds the classic Function, which takes the least host time."""
     op = registered.op
 
     class Eager(torch.autograd.Function):
@@ -216,29 +217,28 @@ def _eager_function(registered: Registered, gradients) -> type:
 
         @staticmethod
         def forward(ctx, call, *tensors):
-            """call: (options, needs, what `observe` saw of the tensors, made), one argument because each costs the host time.
-            made: a list that receives what the library op returns besides its results, where a graph calls it (Bare)."""
-            options, needs, seen, made = call
+            """Runs the op. call: (options, needs, what `observe` saw of the tensors, saved), one argument because each costs
+            host time. saved: a list that receives what the library op returns besides its results, where a graph calls it
+            (Bare)."""
+            options, needs, seen, saved = call
             more = op.more_results
-            if made is not None:
+            if saved is not None:
                 with torch._C._AutoDispatchBelowAutograd():
                     results = call_forward(registered, tensors, options)
-                made += results[1 + len(more) :]
+                saved += results[1 + len(more) :]
             elif seen & DISPATCHED and not Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:
                 results = run_forward(op, tensors, options, seen)
             weights = None
-            if (
-                seen & _MAIN_GRAD
-            ):  # by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones
+            if seen & _MAIN_GRAD:  # by place: saved-tensor hooks, a checkpoint's too, return detached tensors
                 weights = {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
             ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             if not more:
                 return results[0]
             results = tuple(results[: 1 + len(more)])
-            ctx.set_materialize_grads(False)  # of results that nothing was computed of, backward makes zeros
+            ctx.set_materialize_grads(False)  # backward makes zeros for results without a gradient
             ctx.results = [(t.shape, t.dtype, t.device) for t in results]
             return results
 
@@ -267,7 +267,8 @@ def _eager_function(registered: Registered, gradients) -> type:
 
 
 def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
-    """The gradients that the second of two passes asks for, if the first left them, for the same gradients of the results."""
+    """Returns the gradients that the second of two passes asks for, if the first left them for the same gradients of the
+    results; else None."""
     left, ctx.stash = ctx.stash, None
     edges = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else state.asked()
     if edges is None:
@@ -287,9 +288,10 @@ def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
 def _in_parts(
     ctx, op: type[Op], gradients, upstream: tuple, dy: Tensor, flat, options, needs: int
 ) -> list[Tensor | None]:
-    """The gradients that a backward pass asks for, where it does not ask for all, or leaves weights to be flushed by hand.
+    """Computes the gradients of a pass that does not ask for all, or that leaves weights to `flush`.
 
-    upstream: the gradients of the results, None where there is none; dy: the first, of zeros then."""
+    upstream: the gradients of the results, None where there is none; dy: the first, zeros if it is None.
+    """
     wanted, by_hand = asked(needs, flat), Process.by_hand
     seen = _without_frozen(state.observe((dy, *flat)), (dy, *flat))
     if by_hand is not None and not any(map(by_hand.takes, flat)):
@@ -301,7 +303,7 @@ def _in_parts(
         or not (by_hand or (limit and wanted & 1 and wanted != needs and is_first_of_several()))
     ):
         return gradients(dy, flat, options, wanted)
-    stash = Stash(limit, () if ctx.call[4] else flat)  # what hooks give is in memory for this pass alone
+    stash = Stash(limit, () if ctx.call[4] else flat)  # tensors from hooks are in memory for this pass alone
     with stashing(stash):
         grads = list(run_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
     places = [i for i in range(len(grads)) if wanted >> i & 1]
@@ -323,8 +325,8 @@ def _in_parts(
 
 
 def _apply(registered: Registered, eager: type, gradients):
-    """The op's one entry: the Function that fits the call. Functional has a setup_context, for torch.compile; Transformed is
-    the same for torch.func."""
+    """Builds the op's entry point, which calls the Function that fits. Functional has a setup_context, for torch.compile;
+    Transformed is the same for torch.func."""
     op = registered.op
 
     class Functional(torch.autograd.Function):
@@ -339,7 +341,7 @@ def _apply(registered: Registered, eager: type, gradients):
             ctx.options, ctx.needs, *tensors = inputs
             more = len(op.more_results)
             ctx.mark_non_differentiable(*output[1 + more :])
-            ctx.set_materialize_grads(more > 0)  # of what is not used, backward reads zeros
+            ctx.set_materialize_grads(more > 0)  # backward reads zeros for unused results
             ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
 
         @staticmethod
@@ -347,7 +349,7 @@ def _apply(registered: Registered, eager: type, gradients):
             more = others[: len(op.more_results)]
             return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
-    class Transformed(Functional):  # Dynamo traces no Function with a jvp
+    class Transformed(Functional):  # Dynamo does not trace a Function with a jvp
         jvp = staticmethod(eager.jvp)
 
     functional, transformed = named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
@@ -379,9 +381,9 @@ def _apply(registered: Registered, eager: type, gradients):
         if compiling:
             needs = wanted(tensors)
             if not needs:
-                # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
+                # without gradients Dynamo would pass a ctx to forward(*args), which does not take it
                 return returned(op, call_forward(registered, tensors, for_inference(options)))
-            # a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function
+            # views replace repeated tensors: Dynamo refuses one tensor as two arguments of a Function
             tensors = tuple(
                 t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
                 for i, t in enumerate(tensors)
@@ -401,13 +403,14 @@ def _apply(registered: Registered, eager: type, gradients):
 
 
 def across_ranks(apply) -> Callable[..., Tensor]:
-    """across(shard, options, residual, x, *tensors) -> y of an op that `build` made:
+    """Builds across(shard, options, residual, x, *tensors) -> y from an op that `build` returned:
 
         y = [x +] reduced(f(gathered(x))),   dx = [dy +] reduced(f'(gathered(dy)))
 
-    What is saved of x is x itself, not what was gathered of it. The collective of dy runs under what is recomputed from x, that
-    of dx under the matmuls that give the weights' gradients (as in Megatron-LM's linear layers). Where dx goes to another such
-    Function and to nothing else, it is handed on `Late`, so that its collective also runs under what that one recomputes."""
+    Saves x itself, not the gathered x. The collective of dy runs under what is recomputed from x, that of dx under the matmuls
+    of the weights' gradients (as in Megatron-LM's linear layers). Where dx goes to another such Function only, it is passed on
+    as `Late`, so that its collective also runs under what that Function recomputes.
+    """
     registered, gradients = apply.parts
     op = registered.op
 
@@ -432,7 +435,9 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         def backward(ctx, dy):
             precision = ctx.call[-1]
             if torch.is_grad_enabled():
-                raise NotImplementedError(f"{op.name}: no second-order gradients over a tensor-parallel group")
+                raise NotImplementedError(
+                    f"{op.name}: second-order gradients are not supported over a tensor-parallel group"
+                )
             with contextlib.nullcontext() if precision is None else precision:
                 dx, *grads = _backward(ctx, dy)
             return (None, None, None, None, dx, *grads)
@@ -445,7 +450,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         gathering = None if x is None else shard.gathering(x)
         if not directly:
             df = shard.gathering(arrived(dy).to(dtype))()
-        elif shard.sequence:  # a collective writes it, which is waited for where it is first read
+        elif shard.sequence:  # df is waited for where it is first read
             shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
             df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
         else:
@@ -461,23 +466,23 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         return [dx, *grads]
 
     def _overlapped(ctx, dy: Tensor, df: Tensor, saved: list, needs: int, seen: int) -> list[Tensor | None]:
-        """The gradients, with the collective of dx under the matmuls of the weights' gradients, whose operands are there. They
-        wait as far as they fit the workspace."""
+        """Computes the gradients, with the collective of dx under the matmuls of the weights' gradients, which wait as far as
+        their operands fit the workspace."""
         shard, options, residual, _, _ = ctx.call
         limit = workspace_limit(values_of(options, "workspace"))
         with stashing(Stash(limit, saved, spills=True)):
             dx, *grads = run_backward(op, df, saved, options, needs, seen)
-        if not all(map(is_valid, grads)):  # a body used their memory anew
+        if not all(map(is_valid, grads)):  # a body overwrote their operands
             dx, *grads = gradients(arrived(df), saved, options, needs)
         reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes
-        grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish holds dy only if it reads it
+        grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish() holds dy only to add it
 
         def finish() -> Tensor:
             whole = reduced()
             return whole if added is None else whole.add_(arrived(added).to(whole.dtype))
 
-        # handed on if x's gradient goes to a node that takes late ones, and nothing else sees it: no hook of x, no x.grad, and
-        # no call that asks for some gradients alone
+        # passed on late if x's gradient goes to a node that takes it so, and nothing else sees it: no hook of x, no x.grad, and
+        # no pass that asks for some gradients only
         goes_on = (x := ctx.x()) is not None and getattr(ctx.next_functions[0][0], "takes_late", False)
         if held <= limit and goes_on and not (x._backward_hooks or x.retains_grad or state.asked() is not None):
             return [Late(x.shape, dx.dtype, dx.device, finish), *grads]

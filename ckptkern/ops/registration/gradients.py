@@ -1,9 +1,9 @@
-"""How weights' gradients are summed over chunks of tokens, now or later; and an input's gradient that a collective still writes
+"""Sums of weights' gradients over chunks of tokens, formed now or later; and an input's gradient that a collective still writes
 (`Late`).
 
 Zero-bubble pipelines ask a graph for the inputs' gradients first and for the weights' later. The first pass of a region then
-runs its whole backward without the matmuls that give weights' gradients, and stashes the operands of these; the second pass
-runs them. Both passes together run what one whole pass runs, and give its bits. Without a stash each pass recomputes.
+runs its backward without the matmuls of the weights' gradients, and stashes their operands; the second pass runs these matmuls.
+Together they run what one whole pass runs, with its bits. Without a stash each pass recomputes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ SPLITS = ("auto", "stash", "recompute")
 
 
 class _Thread(threading.local):
-    """stash: of the backward that runs in this thread, if its weights' gradients wait; without one, matmuls run as soon as
-    their operands are there."""
+    """State of this thread. stash: holds the weights' matmuls of the running backward; without one they run at once."""
 
     stash: Stash | None = None
 
@@ -36,15 +35,16 @@ THREAD = _Thread()
 
 
 class Process:
-    """Process-wide, because backward has threads of its own. mode: of `split_backward`; by_hand: who takes what waits."""
+    """State of the process, because backward has threads of its own. mode: of `split_backward`; by_hand: the active
+    `delay_weight_gradients`."""
 
     mode = "auto"
     by_hand: delay_weight_gradients | None = None
-    held = 0  # bytes that wait for a second pass, of all regions
+    held = 0  # bytes that all regions hold for a second pass
 
 
 class Room:
-    """Bytes that wait for a second pass, as long as this object lives."""
+    """Bytes held for a second pass, counted as long as this object lives."""
 
     def __init__(self, size: int):
         self.size = size
@@ -55,23 +55,24 @@ class Room:
 
 
 class Delayed(NamedTuple):
-    """A weight's gradient whose matmuls have not run: of all its parts, the last of which gives the whole."""
+    """A weight's gradient whose matmuls have not run. sums: its parts, of which the last returns the whole."""
 
     sums: list[WeightGrad]
 
 
 class Stash:
-    """Holds the operands of matmuls that wait.
+    """Holds the operands of delayed matmuls.
 
-    limit: bytes, besides what is saved for backward anyway, `saved`; more is not held, and a second pass recomputes. spills:
-    what is not held runs at once instead."""
+    limit: bytes to hold at most, besides `saved`, which is saved for backward anyway; what exceeds it is recomputed by the
+    second pass. spills: what exceeds it runs at once instead.
+    """
 
     def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
         self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
 
     def holds(self, operands: Iterable[Any]) -> bool:
-        """Are these tensors held from now on? Not once they are too large."""
+        """Holds these tensors from now on and returns True; returns False once they exceed the limit."""
         for t in operands:
             if isinstance(t, Tensor) and not self.is_full:
                 storage = t.untyped_storage()
@@ -84,10 +85,11 @@ class Stash:
 
 
 class Left(NamedTuple):
-    """What the first of two passes leaves to the second: by place, the gradients that it was not asked for.
+    """Gradients, by place, that the first of two passes leaves to the second.
 
-    upstream: the results' gradients, and their versions; edges: places of the tensors that have one, of `count`; room: of what
-    is held."""
+    upstream: the results' gradients and their versions; edges: places of the tensors that have an edge, of `count` tensors;
+    room: the bytes held.
+    """
 
     upstream: list[tuple[Tensor | None, list[int]]]
     edges: list[int]
@@ -101,26 +103,26 @@ def versions_of(operands: Iterable[Any]) -> list[int]:
 
 
 def is_valid(grad: Tensor | Delayed | None) -> bool:
-    """Are the operands as they were? An input, or memory that a body used anew, may have changed."""
+    """Returns whether the operands are unchanged: an input, or memory that a body used again, may have changed."""
     return not isinstance(grad, Delayed) or all(
-        versions_of(operands) == before for one in grad.sums for operands, before in one.later or ()
+        versions_of(operands) == before for part in grad.sums for operands, before in part.later or ()
     )
 
 
 def formed(grad: Tensor | Delayed | None) -> Tensor | None:
-    """The gradient; runs its matmuls, once."""
+    """Returns the gradient; runs its matmuls if they are delayed."""
     if not isinstance(grad, Delayed):
         return grad
     total = None
-    for one in grad.sums:
-        one.run()
-        total = one.total()
+    for part in grad.sums:
+        part.run()
+        total = part.total()
     return total
 
 
 @contextmanager
 def stashing(stash: Stash) -> Iterator[None]:
-    """Inside, in this thread, `WeightGrad.add` runs no matmul."""
+    """Makes `WeightGrad.add` in this thread stash its operands instead of running a matmul."""
     before, THREAD.stash = THREAD.stash, stash
     try:
         yield
@@ -129,18 +131,18 @@ def stashing(stash: Stash) -> Iterator[None]:
 
 
 def workspace_limit(workspaces: Iterable[int | None]) -> float:
-    return max((torch.inf if one is None else one for one in workspaces), default=0)
+    return max((torch.inf if size is None else size for size in workspaces), default=0)
 
 
 def stash_limit(workspaces: Iterable[int | None]) -> float:
-    """Bytes that a region may stash: in "auto" as many as its workspace, with what all others hold."""
+    """Returns the bytes that a region may stash: in "auto" its workspace, less what all regions hold."""
     if Process.mode == "auto":
         return max(workspace_limit(workspaces) - Process.held, 0)
     return torch.inf if Process.mode == "stash" else 0
 
 
 def is_first_of_several() -> bool:
-    """May another backward pass over the graph ask for what this one does not?"""
+    """Returns whether another backward pass over the graph may ask for what this one does not."""
     return (
         Process.mode != "recompute"
         and not torch.compiler.is_compiling()
@@ -151,21 +153,18 @@ def is_first_of_several() -> bool:
 
 
 class split_backward:
-    """Choose what a region does where one backward pass asks for its input's gradient, and a later one for its weights'.
+    """Sets what a region does when one backward pass asks for its input's gradient, and a later one for its weights'.
 
         ckptkern.split_backward("stash")            # from now on, in the whole process
         with ckptkern.split_backward("recompute"):  # inside
 
-        "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
+        "stash"      the first pass holds the operands of the weights' matmuls for the second: no FLOP runs twice
         "recompute"  each pass recomputes what it reads: nothing is held between them
         "auto"       the default: "stash" while what all regions hold fits one workspace, else "recompute"
 
-    An activation checkpoint is recomputed once for both passes, and what it recomputed is held until the graph is freed, under
-    the same conditions. The first pass also forms the gradients of biases and norms, and holds them.
-
-    Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. A stash covers a pass with the
-    same gradient of the region's result, and only of a graph that is retained; anything else recomputes. It takes no part in
-    compiled graphs, in tensor-parallel regions and under create_graph. Raises ValueError for another mode.
+    Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. Compiled graphs, tensor-parallel
+    regions and create_graph always recompute.
+    Raises ValueError for another mode.
     """
 
     def __init__(self, mode: str):
@@ -180,7 +179,7 @@ class split_backward:
 
 
 class delay_weight_gradients:
-    """Delay the matmuls that give the gradients of a model's weights, in backward passes inside, until `flush`.
+    """Delays the matmuls of a model's weight gradients, in backward passes inside, until `flush`.
 
         with ckptkern.delay_weight_gradients(model) as delayed:
             loss.backward()     # inputs' gradients, and those of norms and biases
@@ -188,14 +187,10 @@ class delay_weight_gradients:
             delayed.flush()     # weights' gradients, while the collective runs
             work.wait()
 
-    `flush` adds to `.grad` (or a weight's `main_grad`) what backward would have added, with its bits, if no weight has several
-    regions; the end of the `with` flushes what is left, but after an exception. Until then the operands are held: for each
-    region the gradients of its matmuls' results and what these read. Only weights of this package's regions wait, in passes
-    that accumulate into `.grad`, and not those inside an activation checkpoint.
-
-    Raises ValueError for a parameter with hooks, which would not run when its gradient comes; DistributedDataParallel's and
-    fully_shard's cannot be seen, and do not run either. Raises RuntimeError inside another one, and in `flush` if an operand
-    was changed in place since.
+    The end of the `with` flushes, too. Until then the matmuls' operands are held. Weights of this package's regions wait,
+    outside of activation checkpoints, in passes that accumulate into `.grad` (or `main_grad`).
+    Raises ValueError for a parameter with hooks, which would not run (those of DistributedDataParallel and fully_shard cannot
+    be detected); RuntimeError inside another one, and in `flush` if an operand was changed in place.
     """
 
     def __init__(self, model: nn.Module):
@@ -222,7 +217,7 @@ class delay_weight_gradients:
         self.queue.clear()
 
     def takes(self, weight: Tensor | None) -> bool:
-        """Does this weight's gradient wait for `flush`?"""
+        """Returns whether this weight's gradient waits for `flush`."""
         return id(weight) in self.parameters and accumulates(weight)
 
     def flush(self) -> None:
@@ -231,8 +226,8 @@ class delay_weight_gradients:
             weight, delayed, precision = self.queue[0]
             if not is_valid(delayed):
                 raise RuntimeError(
-                    "delay_weight_gradients: what a weight's gradient is formed of was changed in place since backward; flush "
-                    "before an input's memory is used again"
+                    "delay_weight_gradients: an operand of a weight's gradient was changed in place since backward; flush "
+                    "before its memory is used again"
                 )
             with torch.no_grad(), precision:
                 grad = formed(delayed)
@@ -242,7 +237,7 @@ class delay_weight_gradients:
 
 
 def accumulates(weight: Tensor) -> bool:
-    """Does this backward pass add to weight.grad?"""
+    """Returns whether this backward pass adds to weight.grad."""
     if not weight.is_leaf or torch._C._current_graph_task_id() == -1:
         return False
     try:
@@ -259,8 +254,7 @@ VIEWS = frozenset((torch.ops.aten.view.default, torch.ops.aten.slice.Tensor))
 class Late(Tensor):
     """A contiguous tensor that finish() waits for and returns, once, where the tensor is first read.
 
-    An op's backward takes it as dy and does first what needs x alone. Views of it are as late as it is. Any other operation on
-    it waits, so a reader that has never heard of it is right, and only early.
+    An op's backward takes it as dy, and first does what needs x alone. Views of it are late, too. Any other operation waits.
     """
 
     finish: Callable[[], Tensor] | None
@@ -270,16 +264,16 @@ class Late(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, finish: Callable[[], Tensor]
     ) -> Late:
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.finish, made.value = finish, None
-        return made
+        late = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        late.finish, late.value = finish, None
+        return late
 
     def arrived(self) -> Tensor:
         if self.finish is not None:
-            self.value, self.finish = self.finish(), None  # what was held for it is freed
+            self.value, self.finish = self.finish(), None  # frees what finish() holds
         return self.value
 
-    def data_ptr(self) -> int:  # which kernels are launched with
+    def data_ptr(self) -> int:  # kernels are launched with it
         return self.arrived().data_ptr()
 
     def __repr__(self, **options: Any) -> str:
@@ -302,7 +296,7 @@ def is_late(tensor: Tensor) -> bool:
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """The tensor, waited for if it is late."""
+    """Returns the tensor, after waiting for it if it is late."""
     return tensor.arrived() if type(tensor) is Late else tensor
 
 
@@ -314,19 +308,16 @@ IN_GRAD = "grad"  # a main_grad that stands for the parameter's .grad
 
 
 def accumulate_in_place(model: torch.nn.Module, enabled: bool = True) -> None:
-    """Let fused ops add weights' gradients to the `.grad` that exists, without memory for a second gradient beside it.
+    """Lets fused ops add weights' gradients to an existing `.grad`, without memory for a second gradient.
 
         ckptkern.accumulate_in_place(model)
         for micro_batch in micro_batches:       # from the second on
             model(micro_batch).backward()
 
-    Autograd adds a gradient to `.grad` when it is whole: a language model's head then holds V d floats twice. With this, an
-    op's backward adds to `.grad` itself, where nobody can tell: in an eager `backward()` that accumulates in this parameter,
-    whose `.grad` is dense, in its dtype and float32 or float64, and that has no hook of `register_hook`. Elsewhere, such as in
-    `torch.autograd.grad`, with `create_graph=True`, in compiled graphs and where `.grad` is None, gradients go as in torch.
-    Hooks that run after accumulation, as DistributedDataParallel has, find the sum.
+    It applies to an eager `backward()` and a dense float32 or float64 `.grad` without hooks of `register_hook`; elsewhere
+    gradients go as in torch. Hooks after accumulation find the sum. Sums differ from torch's by rounding.
 
-    enabled: False undoes it. Parameters that have a `main_grad` keep it. Sums differ from torch's by rounding.
+    enabled: False undoes it. Parameters that have a `main_grad` keep it.
     """
     for parameter in model.parameters():
         if enabled and getattr(parameter, "main_grad", None) is None:
@@ -336,13 +327,14 @@ def accumulate_in_place(model: torch.nn.Module, enabled: bool = True) -> None:
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The float32 buffer in which Megatron-LM sums a parameter's gradients over micro-batches, if it has one; or its `.grad`
-    (`accumulate_in_place`).
+    """Returns the float32 buffer in which Megatron-LM sums a parameter's gradients over micro-batches, or its `.grad`
+    (`accumulate_in_place`); None if it has neither.
 
-    Only a Parameter that is given to the op itself has it: no view, no cast copy, no tensor of a compiled graph or a transform.
+    Only a Parameter that is passed to the op itself has it: a view, a cast copy, or a tensor of a compiled graph or a transform
+    does not.
     """
     main = getattr(weight, "main_grad", None)
-    if isinstance(main, str):  # weight.grad, if this backward accumulates there and nothing asks for what is added
+    if isinstance(main, str):  # weight.grad, if this backward accumulates there and nothing else sees the gradient
         grad = weight.grad
         if (
             type(grad) is not Tensor
@@ -358,13 +350,14 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.dtype.itemsize > 4):
         raise TypeError(
             f"main_grad must be float32 and of its parameter's shape {tuple(weight.shape)}, but is {main.dtype} of shape "
-            f"{tuple(main.shape)} beside a parameter in {weight.dtype}"
+            f"{tuple(main.shape)} for a parameter in {weight.dtype}"
         )
     return main
 
 
 def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
-    """None if the gradient that a library op gave was added to the weight's main_grad."""
+    """Adds the gradient that a library op returned to the weight's main_grad and returns None; without one returns the
+    gradient."""
     main = None if weight is None else main_grad_of(weight)
     if main is None:
         return grad
@@ -374,7 +367,8 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
-    """total + a b, in total if there is one. wide: in float32, where operands of 16 bits would give their own dtype."""
+    """Returns total + a b, in total's memory if there is one. wide: in float32, where operands of 16 bits would give their own
+    dtype."""
     if wide and a.dtype.itemsize < 4:
         if a.is_cuda:
             if total is None:
@@ -387,9 +381,9 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Ten
 class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    place: of the part of the weight whose gradient this is, as an index; whole: gives the tensor of the whole weight's
-    gradient, at whose `place` this one is written. If the weight has a main_grad, that is the sum, and the result is None.
-    Subclasses may have another `matmul`, whose operands `add` takes.
+    place: index of the part of the weight whose gradient this is; whole: returns the tensor of the whole weight's gradient, at
+    whose `place` this part is written. If the weight has a main_grad, that is the sum, and the result is None. Subclasses may
+    have another `matmul`, whose operands `add` takes.
     """
 
     later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
@@ -426,7 +420,7 @@ class WeightGrad:
         return self.total() if self.later is None else Delayed([self])
 
     def matmul(self, a: Tensor, b: Tensor) -> None:
-        """a [m, N], b [m, K] -> sum [N, K]."""
+        """Adds a^T b, of a [m, N] and b [m, K], to the sum [N, K]."""
         sums = self.chunks > 1 or self.main is not None
         wide = sums or (a.dtype != self.dtype if a.is_cuda else a.is_cpu and upcasts(a.dtype))
         if self.sum is None and self.whole is not None and not wide and a.dtype == self.dtype:
@@ -446,14 +440,14 @@ class WeightGrad:
         return self.whole()
 
     def part(self) -> Tensor:
-        """Returns where in the whole weight's gradient this one is."""
+        """Returns this part of the whole weight's gradient."""
         if self.into is None:
             self.into = self.whole()[self.place]
         return self.into
 
 
 class BiasGrad:
-    """Sum over chunks, rounded once. part: the dtype of a chunk's sums, float32 unless there is one chunk."""
+    """Sum over chunks, rounded once. part: the dtype of a chunk's sums; True, float32, if there are several chunks."""
 
     def __init__(self, bias: Tensor, chunks: int):
         self.dtype, self.total = bias.dtype, None

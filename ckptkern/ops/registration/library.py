@@ -1,8 +1,8 @@
 """An op as two library ops, `ckptkern::NAME_fwd(tensors, options) -> [y, *more, *saved]` and `ckptkern::NAME_bwd(dy, tensors,
 saved, options, needs) -> gradients`, so that torch.compile, FLOP counters and selective checkpointing see it.
 
-They are functional and raw (no torch.library.custom_op, whose host time is higher). Fakes and FLOPs are what the op's own body
-gives on meta tensors, in PyTorch ops.
+They are functional and raw: torch.library.custom_op takes more host time. Fakes and FLOPs come from the op's own body on meta
+tensors, in PyTorch ops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
 
 class Registered(NamedTuple):
-    """An op with the two library ops that were made of it."""
+    """An op with its two library ops."""
 
     op: type[Op]
     fwd: torch._ops.OpOverload
@@ -41,13 +41,13 @@ class Registered(NamedTuple):
 
 
 def call_forward(registered: Registered, tensors: Sequence, options) -> Sequence[Tensor]:
-    """[y, *more, *saved] by the library op."""
+    """Runs the library op; returns [y, *more, *saved]."""
     return registered.fwd(tensors, *pack(registered.layout, options))
 
 
 def call_backward(registered: Registered, dy: Tensor, flat: Sequence, options, needs: int) -> list[Tensor]:
-    """The gradients by the library op, empty where not needed. needs goes in words of 62 bits: a stack of 31 layers has more
-    inputs than an int64 has bits."""
+    """Runs the library op; returns the gradients, empty where not needed. needs goes in words of 62 bits: a stack of 31 layers
+    has more inputs than an int64 has bits."""
     tensors, saved = call_of(registered.op, flat, options)
     words = [needs >> start & (1 << _WORD) - 1 for start in range(0, max(needs.bit_length(), 1), _WORD)]
     return registered.bwd(dy, tensors, list(saved.values()), *pack(registered.layout, options), words)
@@ -58,7 +58,7 @@ def _on_meta(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def register(op: type[Op]) -> Registered:
-    """Schemas, bodies, fakes, vmap rules and FLOP formulas of the two library ops."""
+    """Registers the op's two library ops: schemas, bodies, fakes, vmap rules and FLOP formulas."""
     names, layout = (f"{op.name}_fwd", f"{op.name}_bwd"), layout_of(op.Options)
     LIBRARY.define(f"{names[0]}(Tensor?[] tensors, {SCHEMA}) -> Tensor[]")
     LIBRARY.define(f"{names[1]}(Tensor dy, Tensor?[] tensors, Tensor?[] saved, {SCHEMA}, int[] needs) -> Tensor[]")
@@ -68,7 +68,7 @@ def register(op: type[Op]) -> Registered:
         options = unpack(layout, lists)
         if on_meta:  # in PyTorch ops, all tokens at once
             return replaced(options, backend="eager", fused="", workspace=None)
-        if "auto" in values_of(options, "precision"):  # a compiled graph's, which reads torch's setting when it runs
+        if "auto" in values_of(options, "precision"):  # a compiled graph reads torch's setting when it runs
             options = replaced(options, precision=read_precision())
         return options
 
@@ -77,17 +77,17 @@ def register(op: type[Op]) -> Registered:
         if not on_meta:
             return run_forward(op, regrouped(tensors, lists[2]), options, _AUTOCAST)
         with torch._C._DisableAutocast():
-            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
+            y, saved = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
         options = unpack(layout, lists)
-        made = op.made_on_meta(tensors[0], made, options)
-        return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
+        saved = op.made_on_meta(tensors[0], saved, options)
+        return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
     def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
         *lists, words = lists_and_needs
         needs = sum(word << _WORD * i for i, word in enumerate(words))
         if on_meta:
             (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
-        # a function of tensors, which changes no main_grad that hangs on one
+        # the op is functional: it changes no main_grad
         tensors = [t.detach() if hasattr(t, "main_grad") else t for t in regrouped(tensors, lists[2])]
         grads = run_backward(op, dy, (*tensors, *saved), options_of(lists, on_meta), needs, _AUTOCAST)
         return [dy.new_empty(0) if g is None else g for g in grads]
@@ -103,13 +103,13 @@ def register(op: type[Op]) -> Registered:
 
 
 def _fake(on_meta: Callable, first, *others) -> list[Tensor]:
-    """The op's results, empty, from its body on meta tensors."""
+    """Returns the op's results as empty tensors, from its body on meta tensors."""
     like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
     return [like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in on_meta(first, *others)]
 
 
 def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
-    """torch counts addmm, but neither addmm_ nor one with an out_dtype."""
+    """Counts addmm_, and addmm with an out_dtype, which torch does not count."""
     return 2 * a.numel() * b.shape[1]
 
 
@@ -118,7 +118,7 @@ _ADDMM = {torch.ops.aten.addmm: _addmm_flops, torch.ops.aten.addmm_: _addmm_flop
 
 
 def _grouped_mm_flops(a, b, *args, out_val=None, **kwargs) -> int:
-    """Each row of a [R, k] meets one of b [E, k, n], and each column of a [k, R] one row of b [R, n]."""
+    """Counts FLOPs: each row of a [R, k] meets one matrix of b [E, k, n], or each column of a [k, R] one row of b [R, n]."""
     return 2 * b.numel() * a.shape[-2] if a.dim() > b.dim() else 2 * a.numel() * b.shape[-1]
 
 
@@ -126,20 +126,20 @@ _grouped_mm_flops._get_raw = True
 
 
 def _of_all_heads(formula: Callable, query: int) -> Callable:
-    """The formula of an attention whose arguments from place `query` are q, k and v, of fewer heads of k and v, too: in torch
-    2.11 it refuses them."""
+    """Wraps an attention's FLOP formula for fewer heads of k and v than of q, which torch 2.11's formula refuses. query: the
+    place of q among the arguments; k and v follow."""
 
     def flops(*args, **kwargs) -> int:
-        heads, given = args[query].shape[1], list(args)
+        heads, arguments = args[query].shape[1], list(args)
         for place in (query + 1, query + 2):
-            given[place] = args[place][:, :1].expand(-1, heads, -1, -1)
-        return formula(*given, **kwargs)
+            arguments[place] = args[place][:, :1].expand(-1, heads, -1, -1)
+        return formula(*arguments, **kwargs)
 
     flops._get_raw = True
     return flops
 
 
-FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch lacks these
+FLOPS = flop_registry | {  # torch lacks these formulas of ops in the bodies
     **_ADDMM,
     torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
@@ -152,7 +152,7 @@ FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch l
 
 
 def _flops(on_meta: Callable, *args, out_val=None) -> int:
-    """The op's FLOPs, from its body on meta tensors: multiply-adds times two, as torch counts them."""
+    """Counts the op's FLOPs, from its body on meta tensors: multiply-adds times two, as torch counts them."""
     with _disable_current_modes(), FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter:
         on_meta(*args)
     return counter.get_total_flops()
@@ -170,9 +170,9 @@ _NAMES = {
 
 
 class Layout(NamedTuple):
-    """How values of a type lie in the lists; plain data, which torch.compile can trace.
+    """The place of a type's values in the lists, as plain data, which torch.compile can trace.
 
-    kind: "value", "dtype", "bool", "fields" of a NamedTuple, "many" of one type, or "optional". place: of the list. type: the
+    kind: "value", "dtype", "bool", "fields" of a NamedTuple, "many" of one type, or "optional". place: the list's. type: the
     NamedTuple, None for others.
     """
 
@@ -183,8 +183,8 @@ class Layout(NamedTuple):
 
 
 def layout_of(hint: Any) -> Layout:
-    """hint: a NamedTuple of bool, int, float, str, torch.dtype and IntLikeType, of such NamedTuples, of tuple[X, ...] of any of
-    these, or of any of these or None."""
+    """Returns the Layout of a type. hint: a NamedTuple of bool, int, float, str, torch.dtype and IntLikeType, of such
+    NamedTuples, of tuple[X, ...] of any of these, or of any of these or None."""
     if hint in _LISTS:
         kind = {bool: "bool", torch.dtype: "dtype"}.get(hint, "value")
         return Layout(kind, _LISTS[hint], None, ())
@@ -192,17 +192,18 @@ def layout_of(hint: Any) -> Layout:
         return Layout("fields", 0, hint, tuple(map(layout_of, typing.get_type_hints(hint).values())))
     if typing.get_origin(hint) is tuple:
         return Layout("many", 0, None, (layout_of(typing.get_args(hint)[0]),))
-    others = tuple(one for one in typing.get_args(hint) if one is not types.NoneType)  # IntLikeType is a union, too
+    # not only unions with None: IntLikeType is a union, too
+    others = tuple(member for member in typing.get_args(hint) if member is not types.NoneType)
     if len(others) == len(typing.get_args(hint)):
-        raise TypeError(f"no list of a schema holds options of type {hint!r}; see layout_of")
+        raise TypeError(f"options of type {hint!r} fit none of the schema's lists; see layout_of")
     return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
 
 
 def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
     kind, place, _, inner = layout
     if kind == "fields":
-        for one, part in zip(inner, value, strict=True):
-            _write(one, part, lists)
+        for field, part in zip(inner, value, strict=True):
+            _write(field, part, lists)
     elif kind in ("many", "optional"):
         parts = value if kind == "many" else () if value is None else (value,)
         lists[0].append(len(parts))
@@ -217,7 +218,7 @@ def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
 def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
     kind, place, type_, inner = layout
     if kind == "fields":
-        return type_(*(_read(one, lists) for one in inner))
+        return type_(*(_read(field, lists) for field in inner))
     if kind == "many":
         return tuple(_read(inner[0], lists) for _ in range(next(lists[0])))
     if kind == "optional":
@@ -227,39 +228,39 @@ def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
 
 
 def pack(layout: Layout, options: Any) -> tuple[list, list, list, list]:
-    """The four lists of SCHEMA."""
+    """Packs options into the four lists of SCHEMA."""
     lists: tuple[list, list, list, list] = ([], [], [], [])
     _write(layout, options, lists)
     return lists
 
 
 def unpack(layout: Layout, lists: Sequence) -> Any:
-    """The inverse of `pack`."""
+    """Unpacks options from the lists that `pack` returned."""
     return _read(layout, tuple(map(iter, lists)))
 
 
 def replaced(options: Any, **values: Any) -> Any:
-    """options with new values of the fields of these names, its own and those of the NamedTuples in it."""
+    """Returns options with new values for the fields of these names, its own and those of the NamedTuples in it."""
     if not hasattr(options, "_fields"):
-        return tuple(replaced(one, **values) for one in options) if isinstance(options, tuple) else options
+        return tuple(replaced(item, **values) for item in options) if isinstance(options, tuple) else options
     fields = zip(options._fields, options, strict=True)
-    inner = {name: replaced(one, **values) for name, one in fields if isinstance(one, tuple)}
+    inner = {name: replaced(field, **values) for name, field in fields if isinstance(field, tuple)}
     return options._replace(**inner | {name: value for name, value in values.items() if name in options._fields})
 
 
 def values_of(options: Any, name: str) -> list:
-    """The values of the fields of this name, likewise."""
+    """Returns the values of the fields of this name, its own and those of the NamedTuples in it."""
     if not isinstance(options, tuple):
         return []
     own = [getattr(options, name)] if name in getattr(options, "_fields", ()) else []
-    return own + [value for one in options for value in values_of(one, name)]
+    return own + [value for field in options for value in values_of(field, name)]
 
 
 # -- under vmap: once per sample
 
 
 def loop_over_batch(op):
-    """A vmap rule that calls the op per sample: gradients of weights are per sample, so nothing could be shared."""
+    """Returns a vmap rule that calls the op per sample: gradients of weights are per sample, so nothing could be shared."""
 
     def rule(info, in_dims, *args):
         def sample(i):
@@ -284,7 +285,7 @@ def loop_over_batch(op):
 
 
 def in_legacy_vmap(op):
-    """The same for the older vmap behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
+    """Returns the rule for the older vmap behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
     rule = loop_over_batch(op)
 
     def call(*args):
@@ -292,7 +293,7 @@ def in_legacy_vmap(op):
         torch._C._vmapmode_decrement_nesting()
 
         def split(arg):
-            """(physical tensor, dimension of the batch)"""
+            """Returns the physical tensor and the batch's dimension, for each tensor in arg."""
             if isinstance(arg, (list, tuple)):
                 return tuple(map(list, zip(*map(split, arg), strict=True))) if arg else (arg, None)
             if isinstance(arg, Tensor) and is_legacy_batchedtensor(arg):

@@ -1,7 +1,8 @@
-"""What an op is: (tensors, options) -> y, with some tensors saved for backward. `functions.build` makes it callable.
+"""The base classes of ops: an op is (tensors, options) -> y, with some tensors saved for backward. `functions.build` makes it
+callable.
 
-Op bodies run with autocast off and cast weights inside, so that a cast copy never lives from forward to backward; the public
-function casts x. They read x as rows of tokens. `needs` is the needs_input_grad mask: a bitmask of any length over an op's
+Op bodies run with autocast off and cast weights inside, so that no cast copy lives from forward to backward; the public
+function casts x. Bodies read x as rows of tokens. `needs` is the needs_input_grad mask: a bitmask of any length over an op's
 tensors, set for those whose gradients are wanted.
 """
 
@@ -25,21 +26,21 @@ _AUTOCAST = int(state.Observed.AUTOCAST)
 
 
 class Op:
-    """What an op is. Subclasses give these attributes and methods; `build()` makes it callable.
+    """Base class of an op. Subclasses define these attributes and methods; `build()` makes the op callable.
 
-    name       the op's word, as users know it
-    Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (of types that `library.layout_of`
-               says)
+    name       the op's name, as users know it
+    Options    a NamedTuple of the arguments that are not tensors: recompute, backend, precision and so on (of types that
+               `library.layout_of` takes)
     forward    (tensors, options) -> (y, what it saves by name, at least what `saves` names)
     backward   (dy, tensors, saved by name, options, needs) -> a gradient for each tensor; None where it is not needed, or was
                added to a main_grad
     reference  (tensors, options) -> y, or a tuple of all results, in differentiable PyTorch ops: the reference implementation,
                for second order
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
-    decisions  names of what forward saves that the reference takes, by name, instead of deciding again
-    kernels    are there Triton kernels of it?
-    more_results  names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient
-               of each among what was saved, as "d" and its name
+    decisions  names of saved tensors that the reference takes, by name, instead of deciding again
+    kernels    whether the op has Triton kernels
+    more_results  names of the results besides y, which `forward` returns among what it saves. Backward gets the gradient of
+               each among what was saved, as "d" and its name
     """
 
     name: str
@@ -48,26 +49,27 @@ class Op:
     decisions: tuple[str, ...] = ()
     kernels = True
     more_results: tuple[str, ...] = ()
-    inference_recompute = "full"  # the mode in which forward writes nothing for a backward
+    inference_recompute = "full"  # the mode in which forward saves nothing
 
     @staticmethod
     def saves(options) -> tuple[str, ...]:
-        """What forward saves for backward besides tensors: the one declaration of it. "y" is the result itself."""
+        """Returns the names of what forward saves for backward besides tensors. "y" is the result itself."""
         return ()
 
     @staticmethod
     def reads_x(options, needs: int) -> bool:
-        """Does backward read the first tensor? If not, it is not saved."""
+        """Returns whether backward reads the first tensor; if not, it is not saved."""
         return True
 
     @staticmethod
-    def made_on_meta(x: Tensor, made: dict[str, Tensor], options) -> dict[str, Tensor]:
-        """What forward saves by name, from what it gives in PyTorch ops on meta tensors, if kernels give other shapes."""
-        return made
+    def made_on_meta(x: Tensor, saved: dict[str, Tensor], options) -> dict[str, Tensor]:
+        """Returns what kernels save, by name, from what forward in PyTorch ops saves on meta tensors, if shapes differ."""
+        return saved
 
     @classmethod
     def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
-        """Replaces an x that was not saved, when the reference is differentiated; raises if that needs it."""
+        """Returns a replacement for an x that was not saved, to differentiate the reference; raises RuntimeError if x is
+        needed."""
         raise RuntimeError(
             f"{cls.name}: second-order gradients need the input, which was not saved because the weight that reads it "
             f"is frozen; use recompute='full', outside of a checkpoint"
@@ -75,8 +77,8 @@ class Op:
 
 
 class SublayerOp(Op):
-    """The op of a sublayer, which `transformer_layer` runs, too. Subclasses give these, of x [..., d], its other tensors t, a
-    `Tensors`, and its options o.
+    """Base class of a sublayer's op, which `transformer_layer` also runs. Subclasses define these, for x [..., d], its other
+    tensors t, a `Tensors`, and its options o.
 
     Tensors       a NamedTuple of the op's tensors without x
     compute       (x, t, o) -> (y [tokens, e], what it saves by name)
@@ -104,40 +106,42 @@ class SublayerOp(Op):
 
 
 def with_fields(*parts: Any) -> Callable[[type], type]:
-    """Decorates a NamedTuple with the fields and defaults of others: `...` among the parts is where its own are, whose names
-    are in `own`."""
+    """Decorates a NamedTuple with the fields and defaults of others. `...` among the parts is the place of its own fields,
+    whose names are in `own`."""
 
     def decorated(own: type) -> type:
         kinds = [own if part is ... else part for part in parts]
         hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
         defaults = {name: value for kind in kinds for name, value in kind._field_defaults.items()}
-        made = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
-        made.__annotations__, made.__doc__, made.own = hints, own.__doc__, own._fields
-        for name in vars(own).keys() - vars(made).keys():  # properties, and values that are no fields
-            setattr(made, name, vars(own)[name])
-        return made
+        extended = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
+        extended.__annotations__, extended.__doc__, extended.own = hints, own.__doc__, own._fields
+        for name in vars(own).keys() - vars(extended).keys():  # properties, and values that are not fields
+            setattr(extended, name, vars(own)[name])
+        return extended
 
     return decorated
 
 
-# -- a call's results, and what backward is given
+# -- a call's results, and the tensors that backward gets
 
 
 def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list[Tensor]:
-    """[y, *more, *saved] by the op's body: the dispatcher itself takes a tenth of a tiny mlp's host time.
+    """Runs the op's body; returns [y, *more, *saved]. The dispatcher itself would take a tenth of a tiny mlp's host time.
 
-    seen: what `observe` saw."""
+    seen: what `observe` saw.
+    """
     if seen & _AUTOCAST:
         with torch._C._DisableAutocast():
             return run_forward(op, tensors, options)
-    y, made = op.forward(tensors, options)
-    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if made else [y]
+    y, saved = op.forward(tensors, options)
+    return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if saved else [y]
 
 
 def run_backward(
     op: type[Op], dy: Tensor, flat: Sequence, options, needs: int, seen: int = 0
 ) -> Sequence[Tensor | None]:
-    """The gradients, likewise; flat: what `to_save` gave, and the gradients of more results."""
+    """Runs the body of the op's backward; returns the gradients. flat: what `to_save` returned, and the gradients of more
+    results."""
     if seen & _AUTOCAST:
         with torch._C._DisableAutocast():
             return run_backward(op, dy, flat, options, needs)
@@ -145,7 +149,7 @@ def run_backward(
 
 
 def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: int) -> list:
-    """The flat list of tensors that backward is given, from the op's tensors and results [y, *more, *saved]."""
+    """Returns the flat list of tensors that backward gets, from the op's tensors and results [y, *more, *saved]."""
     flat = [*tensors, *results[1 + len(op.more_results) :]]
     names = op.saves(options)
     if "y" in names:
@@ -156,8 +160,8 @@ def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: 
 
 
 def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
-    """The inverse of `to_save`: (tensors, saved by name), as the op's backward takes them. Gradients of more results follow in
-    `flat`."""
+    """Inverts `to_save`: returns tensors and saved, by name, as the op's backward takes them. Gradients of more results follow
+    in `flat`."""
     names = op.saves(options)
     if op.more_results:
         names = (*names, *("d" + name for name in op.more_results))
@@ -174,28 +178,28 @@ def needed(needs: int, index: int) -> bool:
 
 @functools.cache
 def needed_names(kind: type, needs: int) -> frozenset[str]:
-    """The names that needs asks for, among "x" and the fields of a NamedTuple `kind`, in this order."""
+    """Returns the names that needs asks for, among "x" and the fields of a NamedTuple `kind`, in this order."""
     return frozenset(name for i, name in enumerate(("x", *kind._fields)) if needs >> i & 1)
 
 
 def mask(kind: type, *names: str) -> int:
-    """needs that ask for these names; a constant of an op whose method torch.compile traces, as it does not `needed_names`."""
+    """Returns needs of these names: a constant for methods that torch.compile traces, unlike `needed_names`."""
     return sum(1 << i for i, name in enumerate(("x", *kind._fields)) if name in names)
 
 
 def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
-    """Gradients by name as a list of the same order; None where not needed."""
-    made: list[Tensor | None] = []
+    """Returns gradients by name as a list in the order of "x" and the fields of `kind`; None where not needed."""
+    ordered: list[Tensor | None] = []
     for name in ("x", *kind._fields):
-        made.append(grads[name] if needs & 1 else None)
+        ordered.append(grads[name] if needs & 1 else None)
         needs >>= 1
-    return made
+    return ordered
 
 
 def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
-    """The part of needs that the running backward pass asks the node of these tensors for: all, except in
-    `torch.autograd.grad` and `backward(inputs=...)`; in a graph that is compiled always all. The first tensor has an
-    edge, saved or not; None has none."""
+    """Returns the part of needs that the running backward pass asks the node of these tensors for: all, except in
+    `torch.autograd.grad` and `backward(inputs=...)`; in a compiled graph always all. The first tensor has an edge, saved or
+    not; None has none."""
     edges = None if torch.compiler.is_compiling() else state.asked()
     if edges is None:
         return needs
@@ -204,7 +208,7 @@ def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
 
 
 def wanted(tensors) -> int:
-    """needs of a call that autograd records."""
+    """Returns needs of a call that autograd records."""
     if not torch.is_grad_enabled():
         return 0
     return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
@@ -214,34 +218,35 @@ def wanted(tensors) -> int:
 
 
 def row_count(x: Tensor) -> int:
-    """Rows of [..., K]. torch.Size.numel() would fix a symbolic batch at the size that is traced."""
+    """Counts the rows of [..., K]. torch.Size.numel() would fix a symbolic batch at the size that is traced."""
     return math.prod(x.shape[:-1])
 
 
 def rows_2d(x: Tensor) -> Tensor:
-    """[..., K] -> [rows, K]; a view where the strides allow it."""
+    """Reshapes [..., K] to [rows, K]; a view where the strides allow it."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def unflattened(rows: Tensor, like: Tensor) -> Tensor:
-    """[rows, K] -> [..., K] as `like`, not a view, because autograd refuses to change a view that a Function returned in
-    place."""
+    """Reshapes [rows, K] to [..., K] as `like`; not a view, because autograd refuses to change a view that a Function returned
+    in place."""
     return rows if like.dim() == 2 else torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[1]))
 
 
 def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The parameter in a dtype; a Frozen one dequantised."""
+    """Returns the parameter in a dtype; dequantises a Frozen one."""
     if type(parameter) is Frozen:
         return parameter.dequantize(dtype)
     return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
 
 
 def beside_frozen(weights: Iterable[Any], o: Any, dtype: torch.dtype) -> tuple[Any, bool]:
-    """(the options, whose workspace is what the dequantised Frozen weights leave of it; are all of these held for the pass?).
+    """Returns the options with the workspace that the dequantised Frozen weights leave, and whether these are held for the
+    pass.
 
     They are held if they take half the workspace at most. Otherwise each is dequantised where it is read, and dropped.
     """
-    if Frozen not in map(type, weights) or o.workspace is None:  # before sizes that may be symbols are compared
+    if Frozen not in map(type, weights) or o.workspace is None:  # first, because sizes may be symbols
         return o, True
     at_once, largest = frozen_bytes(weights, dtype)
     holds = 2 * at_once <= o.workspace
@@ -256,11 +261,12 @@ CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that
 def token_chunks(
     rows: int, bytes_per_row: int | Callable[[], int], workspace: int | None, unit: int = CHUNK_ROWS
 ) -> list[tuple[int, int]]:
-    """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
-    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
-    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called; nor is it for fewer rows than one unit.
+    """Returns [start, stop) row ranges whose transient tensors fit `workspace`: at least `unit` rows each, and as equal as
+    multiples of it can be.
 
-    Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
+    Without a workspace there is one range, and no comparison depends on a symbolic number of rows. A function bytes_per_row is
+    called only with a workspace and more rows than one unit. Callers handle a range in a function of its own, so that its
+    tensors are freed before the next range.
     """
     if workspace is None or rows <= unit:
         return [(0, rows)]
@@ -278,8 +284,8 @@ def by_chunks(
     of_rows: Callable[[int, int], dict[str, Tensor]],
     into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place, in a tensor of `into` or a new one,
-    and freed."""
+    """Returns what of_rows(start, stop) returns, for all rows. Each chunk's part is written to its place, in a tensor of `into`
+    or a new one, and freed."""
     if len(chunks) == 1:
         return of_rows(*chunks[0])
     whole = dict(into or {})
@@ -293,12 +299,12 @@ def by_chunks(
 
 
 def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed: int, beside: int) -> int:
-    """Bytes of a row's transient tensors of a dtype in a backward pass.
+    """Returns the bytes of a row's transient tensors of a dtype in a backward pass.
 
     tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
     of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 matmul of 16-bit
-    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was
-    measured to take up to one more copy there.
+    operands: both are copied to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was measured
+    to take up to one more copy there.
     """
     size = dtype.itemsize
     bytes_ = tensors * size + masks
