@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,10 @@ from ..ops.dispatch.choices import MODES, parse_bytes
 from ..storage import Store
 
 LAYERS = (drop_ins.LlamaDecoderLayer, drop_ins.TransformerEncoderLayer, drop_ins.TransformerDecoderLayer)
-OURS = tuple(
+OURS = tuple(  # the modules with a mode
     kind
     for kind in vars(drop_ins).values()
-    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in (drop_ins.Dropout, drop_ins.Sequential)
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and "recompute" in inspect.signature(kind).parameters
 )
 
 

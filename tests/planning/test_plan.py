@@ -53,6 +53,12 @@ def test_what_is_measured_is_as_before(name):
     assert not any(torch.equal(p.grad, torch.ones_like(p)) for p in model.layers.parameters())
 
 
+def test_the_layers_of_a_stack_are_planned():
+    """A LayerStack has no mode of its own; its layers have."""
+    stack = ckptkern.nn.LayerStack([ckptkern.nn.MLP(8, 32) for _ in range(2)], every=2)
+    assert {*ckptkern.plan(stack, torch.randn(16, 8), budget="1MiB").strategies} == {"0", "1"}
+
+
 def test_measuring_holds_nothing():
     """A model that does not fit can be measured: what its layers save is freed at once."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
