@@ -54,9 +54,8 @@ layer has no gate_proj, up_proj and down_proj, or norms other than RMSNorm.
 "bounded" stays within --workspace.
 
 --lora R trains only low-rank adapters of rank R, as peft adds them. Everything
-else is frozen, without gradients and optimizer states. The adapters have the
-model's dtype; peft's own dtype in a 16-bit model is --lora-dtype float32, which
-autocast computes in 16 bits.
+else is frozen, without gradients and optimizer states. The adapters are float32,
+as peft keeps them in a 16-bit model, and autocast computes them in 16 bits.
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
 BASES = ("checkpoint", "checkpoint-liger")
@@ -90,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="linear layers with an adapter, such as q_proj,v_proj "
         '(default: all of the decoder layers, as peft\'s "all-linear")',
     )
-    parser.add_argument("--lora-dtype", choices=DTYPES, help="dtype of the adapters (default: that of --dtype)")
+    parser.add_argument("--lora-dtype", choices=DTYPES, help="dtype of the adapters (default: float32, as in peft)")
     parser.add_argument(
         "--optimizer",
         choices=STATES,
@@ -217,7 +216,7 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
             raise ValueError("--lora-targets and --lora-dtype go with --lora, the adapters' rank")
         return None
     targets = tuple(args.lora_targets.split(",")) if args.lora_targets else None
-    return LoRA(args.lora, DTYPES[args.lora_dtype or args.dtype], targets)
+    return LoRA(args.lora, DTYPES[args.lora_dtype or "float32"], targets)
 
 
 def set_layers(config: Any, layers: str) -> None:

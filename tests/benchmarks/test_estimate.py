@@ -306,7 +306,7 @@ def test_the_command_with_adapters(tmp_path, capsys):
     arguments = ["--tokens=128", "--lora=4", "--layers=2", f"--variants={keys}", f"--csv={table}"]
     assert main(["estimate", str(tmp_path), *arguments]) == 0
     text = capsys.readouterr().out
-    assert "LoRA of rank 4 in bfloat16: 0.0 million train" in text
+    assert "LoRA of rank 4 in float32: 0.0 million train" in text
     for line in (
         "over checkpointing, with",
         "over checkpointing, Liger, with",
@@ -316,8 +316,8 @@ def test_the_command_with_adapters(tmp_path, capsys):
     assert text.splitlines()[-3:] == estimate.EVIDENCE.splitlines()
     (row, *_) = csv.DictReader(table.read_text().splitlines())
     adapters = 2 * 4 * (4 * 64 + 2 * 32 + 64 + 64 + 3 * (64 + 176))  # of q, k, v, o; gate, up, down: both sides
-    assert int(row["gradients_bytes"]) == 2 * adapters
-    assert int(row["optimizer_bytes"]) == 4 * adapters
+    assert int(row["gradients_bytes"]) == 4 * adapters
+    assert int(row["optimizer_bytes"]) == 8 * adapters
 
 
 @pytest.mark.parametrize(
