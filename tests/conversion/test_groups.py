@@ -256,7 +256,7 @@ def test_what_is_refused():
         grouped(model_of(), 0)
     grouped(model := model_of())
     for function in (ckptkern.plan, ckptkern.report):
-        with pytest.raises(ValueError, match="convert without every first"):
+        with pytest.raises(ValueError, match="Convert without every"):
             function(model, ids())
 
 

@@ -90,7 +90,7 @@ def test_a_teachers_frozen_quantised_head():
 
 def test_there_is_no_kernel():
     student, teacher = make()
-    asked = r"linear_distillation: backend\('triton'\) was asked for, but there is no kernel"
+    asked = r"linear_distillation: backend\('triton'\) was asked for, but the op has no kernel"
     with ckptkern.backend("triton"), pytest.raises(RuntimeError, match=asked):
         fused(teacher)(student)
 
