@@ -34,7 +34,7 @@ demo-docs: $(STAMP) ## the demo, and its picture and table in the documentation;
 quick: $(STAMP) ## after every edit, at most 90 s: the first case of every test that takes no seconds. ARGS="tests/ops -k mlp"
 	$(PYTEST) --quick $(ARGS)
 
-test: $(STAMP) ## what every change must pass, ten minutes of two cores: all tests but the long ones. ARGS="tests/test_state.py -k philox"
+test: $(STAMP) ## what every change must pass, a quarter of an hour of two cores: all tests but the long ones. ARGS="tests/test_state.py -k philox"
 	$(PYTEST) $(ARGS)
 
 test-all: $(STAMP) ## the long tests too: whole sweeps, trainers, every page and recipe, all sizes; then `make emulate`

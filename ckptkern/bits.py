@@ -15,7 +15,7 @@ def pack_bits(bit: Tensor) -> Tensor:
     """Packs bool [M, N], contiguous, into uint8 [M, ceil(N/8)]: bit j of byte i is column 8 i + j."""
     M, N = bit.shape
     bit = bit if N % 8 == 0 else F.pad(bit, (0, -N % 8))
-    # Eight bools as one number: the matmul has the j-th of them, its bit 8 j, at bit 56 + j. 4 times as fast as a sum.
+    # Eight bools as one number: the product has the j-th of them, its bit 8 j, at bit 56 + j. 4 times as fast as a sum.
     return (bit.flatten().view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8).view(M, -(-N // 8))
 
 

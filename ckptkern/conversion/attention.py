@@ -62,8 +62,8 @@ def read_attention(steps: Steps, node: Node) -> Reading:
         return _of_module(steps, node)
     out = steps.linear(node, "the branch's end")
     gate, inner = None, out.input
-    for sigmoid, o in inner.pairs if inner.is_function("mul") else ():
-        sigmoid = steps.strip(sigmoid)
+    for operand, o in inner.pairs if inner.is_function("mul") else ():
+        sigmoid = steps.strip(operand)
         if sigmoid.is_function("sigmoid") or isinstance(steps.leaf(sigmoid), nn.Sigmoid):
             gate, inner = steps.input_of(sigmoid), steps.strip(o)  # o * sigmoid(linear(x))
             break

@@ -187,7 +187,8 @@ def callers(count: int) -> Iterator[FrameType]:
 def read_apart(step: Any, operands: list[Any]) -> Any:
     """Returns the step's result by values without a graph, for detached logits or a copy of logits.
 
-    Returns NotImplemented for other logits, and for a result in the memory of the values, which other code may change.
+    Returns NotImplemented for other logits, and for a result in the memory of the values, which other code may change,
+    unless the step copies.
     """
     copied = len(operands) == 1 and asks_for_copy(step, operands[0])
     if not (copied or all(logits.is_cut for logits in operands)):

@@ -127,7 +127,8 @@ def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tenso
 
 
 def by_rows(core: AttentionCore, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Splits tensors [B, H, S, ...] along S, so that float32 copies of the first two parts fit the workspace (>= 16 rows)."""
+    """Splits tensors [B, H, S, ...] along S into parts of at least 16 rows. float32 copies of two tensors' parts fit the
+    workspace."""
     if core.workspace is None or 0 in tensors[0].shape:
         return [tensors]
     B, H, S, D = tensors[0].shape

@@ -33,7 +33,8 @@ TORCHS = ("reduction", "ignore_index", "label_smoothing")
 class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
     """Replaces torch.nn.LinearCrossEntropyLoss: the cross-entropy of logits = linear(input), without logits in memory.
 
-    input [..., in_features]; target int64 [...] of classes or probabilities [..., num_classes]; the loss is float32.
+    input [..., in_features]; target int64 [...] of classes, or floating-point probabilities [..., num_classes];
+    the loss is float32.
     Parameters: linear.weight [num_classes, in_features], linear.bias [num_classes].
 
     out_features: as in torch; logits are then computed whole. options: must be None; `workspace` replaces torch's chunking.

@@ -52,7 +52,7 @@ def of_sublayers(layer: type) -> type:
 
 
 def saved_of(attention: AnyOptions, o: Any) -> tuple[str, ...]:
-    """Returns the names of what an attention sublayer saves: its core's results, and at "none" its output."""
+    """Returns the names of what an attention sublayer saves: its core's results; at "none", if not parallel, its output."""
     names = core_saves(attention)
     return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
 

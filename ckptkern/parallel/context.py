@@ -118,8 +118,8 @@ class ContextParallel(ParallelStyle):
     (Ulysses, arXiv 2309.14509).
 
     Saved for backward: 1/n of what the block saves. With equal seeds attention dropout equals the unsplit block's.
-    Raises ValueError or ShapeError for rows or heads that n does not divide, a trained attn_mask and, with "gather", cu_seqlens
-    with dropout_p, alibi_slopes or windows of later rows.
+    Raises ValueError or ShapeError for rows or heads that n does not divide, cross-attention, a trained attn_mask and, with
+    "gather", cu_seqlens with dropout_p, alibi_slopes or windows of later rows.
     """
 
     def __init__(self, *, order: str = "contiguous", exchange: str = "gather"):

@@ -23,7 +23,7 @@ def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]],
     mode = min(timelines, key=lambda mode: timelines[mode].peak)
     rows = largest_standing(standing[mode])  # a bar for each of the largest, one for the rest
     unit, size = unit_of(max(nbytes for nbytes, *_ in rows))
-    names = [f"{tensor}  {place}".rstrip() for _, tensor, place in rows]
+    names = [f"{what}  {place}".rstrip() for _, what, place in rows]
     at_peak.barh(names, [nbytes / size for nbytes, *_ in rows], color=COLORS.get(mode))
     at_peak.invert_yaxis()
     at_peak.tick_params(axis="y", labelsize=7, length=0)

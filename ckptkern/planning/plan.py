@@ -122,7 +122,9 @@ class Plan:
             try:
                 self.replan(max(budget, 0))
             except BudgetError as error:
-                warnings.warn(f"{error}. The step runs with that budget, and may not fit", stacklevel=2)
+                warnings.warn(
+                    f"{error}. The step runs with the smallest feasible budget, and may not fit", stacklevel=2
+                )
                 self.replan(error.least)
 
 
@@ -407,7 +409,7 @@ def search(
 
 def crossing(tried: dict[int, float], fits: int, budget: int) -> float:
     """Returns the size at which the line through the largest size that fits and its nearest neighbour meets the budget;
-    without a neighbour, twice that size."""
+    without a neighbour twice that size, and four times it if the line does not rise."""
     others = [n for n, peak in tried.items() if n != fits and math.isfinite(peak)]
     if not others:
         return 2 * fits

@@ -47,7 +47,8 @@ def checkpoint(
     determinism_check: "default" compares shapes, dtypes and devices of recomputed tensors, "values" also 64-bit checksums,
     "none" nothing. debug: errors show the operators of both runs. early_stop: the recompute ends at the last tensor that
     backward needs. respect_saved_tensors_hooks: saved-tensor hooks around the call also see tensors that such contexts hold. A
-    policy's MUST_CPU_OFFLOAD recomputes; to offload, return MUST_SAVE under save_on_cpu.
+    policy's MUST_CPU_OFFLOAD recomputes; to offload, return MUST_SAVE under save_on_cpu with
+    respect_saved_tensors_hooks=True.
 
     The recompute sees the state of forward: attributes of reachable modules, variables of the closure, modes, generators, and
     values of buffers up to 64 KiB. Running statistics are updated once. Under torch.compile torch's checkpoint runs; in

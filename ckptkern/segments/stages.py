@@ -248,7 +248,7 @@ class Planner:
         return stage
 
     def pruned(self, stage: Stage) -> None:
-        """Leaves views that show only a small part of a base to an earlier stage, if nothing else here reads the base."""
+        """Leaves views that together are smaller than their base to an earlier stage, if nothing else here reads the base."""
         views: dict[fx.Node, list[fx.Node]] = {}
         for node in stage.nodes:
             if name_of(node) in VIEWS:

@@ -298,7 +298,7 @@ def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
     poisoned, bad = places < 0, list[str]()
 
     def spread(value: Any) -> Tensor | None:
-        """Returns a mask of tokens that became NaN; None if the value has no tokens."""
+        """Returns a mask of the other tokens that became NaN; None if the value has no tokens."""
         if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(places):
             return None
         return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned

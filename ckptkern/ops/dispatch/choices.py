@@ -191,9 +191,9 @@ _choice = _Choice()
 def backend(name: str) -> Iterator[None]:
     """Sets the backend of the ops called inside: "auto", "eager" or "triton".
 
-    "auto", also the default of CKPTKERN_BACKEND, runs the Triton kernels or library calls that were measured to be faster on
-    CUDA tensors, and PyTorch ops elsewhere. "triton" runs our kernels wherever they exist, and raises where none covers the
-    case. Backward uses forward's choice.
+    "auto", also the default of CKPTKERN_BACKEND, runs Triton kernels for CUDA tensors that they cover, a library's matmuls
+    and attention unless ours were measured to be faster, and PyTorch ops for the rest. "triton" runs our kernels wherever they
+    exist, and raises where none covers the case. Backward uses forward's choice.
     Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)

@@ -187,8 +187,8 @@ class delay_weight_gradients:
             delayed.flush()     # weights' gradients, while the collective runs
             work.wait()
 
-    The end of the `with` flushes, too. Until then the matmuls' operands are held. Weights of this package's regions wait,
-    outside of activation checkpoints, in passes that accumulate into `.grad` (or `main_grad`).
+    The end of the `with` flushes, too, except after an exception. Until then the matmuls' operands are held. Weights of this
+    package's regions wait, outside of activation checkpoints, in passes that accumulate into `.grad` (or `main_grad`).
     Raises ValueError for a parameter with hooks, which would not run (those of DistributedDataParallel and fully_shard cannot
     be detected); RuntimeError inside another one, and in `flush` if an operand was changed in place.
     """
