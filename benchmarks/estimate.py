@@ -55,7 +55,7 @@ layer has no gate_proj, up_proj and down_proj, or norms other than RMSNorm.
 
 --lora R trains only low-rank adapters of rank R, as peft adds them. Everything
 else is frozen, without gradients and optimizer states. The adapters are
-float32, as peft keeps them in a 16-bit model; autocast computes them in 16 bits.
+float32, as peft keeps them in a 16-bit model; autocast computes in 16 bits.
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
 BASES = ("checkpoint", "checkpoint-liger")
