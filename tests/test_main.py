@@ -39,6 +39,22 @@ def test_help_of_a_command(command, capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 80
 
 
+PROGRAMS = [path for path in (ROOT / "benchmarks").rglob("*.py") if '== "__main__":' in path.read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_help_of_a_program_fits_80_columns(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    name = f"ckptkern.{name}" if path.parent.name == "benchmarks" else name  # installed
+    environment = os.environ | {"COLUMNS": "80"}
+    run = subprocess.run(
+        [sys.executable, "-m", name, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stdout.splitlines() if len(line) > 80] == []
+
+
 def test_demo_help_shows_the_defaults(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["demo", "--help"])

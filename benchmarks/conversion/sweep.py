@@ -129,9 +129,10 @@ def swept(name: str, model_class: type, tokens: int, workspace: str) -> tuple[st
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion.sweep", description=__doc__.split("\n")[0])
     parser.add_argument("classes", nargs="*", metavar="class", help="of transformers (default: all of the mappings)")
-    parser.add_argument("--mapping", choices=MAPPINGS, help=f"classes of this mapping (default: {', '.join(MAPPINGS)})")
-    parser.add_argument("--tokens", type=int, default=512, help="of a sequence (default: 512)")
-    parser.add_argument("--workspace", default="1MiB", help="(default: 1MiB)")
+    mappings = f"measure the classes of this mapping: {', '.join(MAPPINGS)} (default: all)"
+    parser.add_argument("--mapping", choices=MAPPINGS, metavar="NAME", help=mappings)
+    parser.add_argument("--tokens", type=int, default=512, help="length of a sequence (default: 512)")
+    parser.add_argument("--workspace", default="1MiB", help="workspace of the converted model (default: 1MiB)")
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="the I-th of N parts of the classes (default: 1/1)"
     )

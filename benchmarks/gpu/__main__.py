@@ -1,17 +1,20 @@
-"""Runs everything that is measured on a GPU, in three parts: ``python -m benchmarks.gpu``, which `make gpu` calls.
+"""Runs everything that is measured on a GPU, in three parts: `make gpu`.
 
-Each part builds ckptkern with this Python's own torch (no network, no venv), runs its steps, the most valuable first, and ends
-within its seconds; time that is left goes to steps of the other parts. Results are written to OUT as they come, and what has a
-result there, or in IN, is not measured again:
+Each part builds ckptkern with this Python's own torch (no network, no venv),
+runs its steps, the most valuable first, and ends within its seconds; time that
+is left goes to steps of the other parts. Results are written to OUT as they
+come. A step with a result there, or in IN, is not measured again:
 
     results.csv      a row per case and variant: benchmarks and whole models
     env.json         device, versions, commit, ceilings
     report.md        tables of results.csv
     tests.csv        a row per test
-    log.txt          what every step printed, with the second in which it did
-    caches.tgz       the extension, compiled kernels and the tuned table, for the next part on a machine that keeps nothing
+    log.txt          the output of every step, with its second
+    caches.tgz       extension, compiled kernels and tuned table, for the next
+                     part on a machine that keeps nothing
 
-The exit status is 1 if anything of ckptkern's was wrong or failed, and 0 otherwise, also if not all was run.
+The exit status is 1 if anything of ckptkern's was wrong or failed, and 0
+otherwise, also if not all was run.
 """
 
 from __future__ import annotations
@@ -384,27 +387,31 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
-    result.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: where results are written")
-    result.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
-    result.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
     result.add_argument(
-        "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
+        "--part", type=int, choices=(1, 2, 3), help="PART: which of the three parts (default: all, one after another)"
     )
-    result.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
+    result.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: the folder of the results")
+    result.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the previous part")
+    result.add_argument("--dry", action="store_true", help="DRY=1: run the same programs on a CPU, with small sizes")
     result.add_argument(
-        "--models", default="", metavar="REGEX", help="MODELS: of whole models, by the names of their cases"
+        "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: the limit of a part (default: %(default)s)"
+    )
+    result.add_argument("--cases", default="", metavar="REGEX", help="CASES: run only these benchmark cases")
+    result.add_argument(
+        "--models", default="", metavar="REGEX", help="MODELS: run only these whole models, by the names of their cases"
     )
     result.add_argument(
-        "--tests", default="", metavar="ARGS", help="TESTS: arguments for pytest, or tests instead of all"
+        "--tests", default="", metavar="ARGS", help="TESTS: arguments for pytest, such as the tests to run"
     )
-    result.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
+    result.add_argument(
+        "--steps", default="", metavar="WORD", help="STEPS: run only steps with this word in their names"
+    )
     result.add_argument(
         "--wheels",
         type=Path,
         default=ROOT / "build/gpu/wheels",
         metavar="DIR",
-        help="WHEELS: those of baselines, for any Python 3",
+        help="WHEELS: the folder with wheels of baselines, for any Python 3",
     )
     result.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
     return result

@@ -1,10 +1,13 @@
-"""Measures a training step of whole models in every variant, into DIR/results.csv: ``python -m benchmarks.gpu.models --out
-DIR``.
+"""Measures a training step of whole models in every variant, into DIR/results.csv.
 
-A step is forward and backward with gradients allocated before it, and no optimizer. Its peak is above the parameters, the
-gradients and whatever else is there when it begins. The models have random weights of configurations of transformers; on a CPU
-they are small. First come times and peaks, then the longest sequences and torch.compile, last the steps that take long. Each
-row is written as it is measured, and rows that DIR has are not measured again.
+    python -m benchmarks.gpu.models --out DIR
+
+A step is forward and backward with gradients allocated before it, and no
+optimizer. Its peak is above the memory that is allocated when it begins. The
+models have random weights of configurations of transformers; on a CPU they are
+small. First come times and peaks, then the longest sequences and torch.compile,
+last the slow steps. Each row is written when it is measured, and rows that DIR
+has are not measured again.
 """
 
 from __future__ import annotations
