@@ -111,7 +111,7 @@ setup(
         "ckptkern.triton_kernels": "triton_kernels",
         "ckptkern.benchmarks": "benchmarks",
     },
-    package_data={"ckptkern": ["py.typed"], "ckptkern.csrc": ["*.cpp", "*.h"]},
+    package_data={"ckptkern": ["py.typed", "hub/torch-universal/*"], "ckptkern.csrc": ["*.cpp", "*.h"]},
     include_package_data=False,  # else what MANIFEST.in names below a package is installed with it
     **arguments,
 )

@@ -328,19 +328,29 @@ def register_experts(name: str = "ckptkern", recompute: str = "full", workspace:
         raise ImportError(hint)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        with read_packed(module):
-            weights = map(frozen_of, (module.gate_up_proj, module.down_proj))
-        return ops.moe_mlp(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            *weights,
-            _activation(module),
-            gate_up_bias=getattr(module, "gate_up_proj_bias", None),
-            down_bias=getattr(module, "down_proj_bias", None),
-            recompute=recompute,
-            workspace=workspace,
-        )
+    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recompute=recompute, workspace=workspace))
 
-    ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+def experts_forward(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """Computes transformers' experts by moe_mlp. Arguments as of a forward of experts; raises as `register_experts` says."""
+    with read_packed(module):
+        weights = map(frozen_of, (module.gate_up_proj, module.down_proj))
+    return ops.moe_mlp(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        *weights,
+        _activation(module),
+        gate_up_bias=getattr(module, "gate_up_proj_bias", None),
+        down_bias=getattr(module, "down_proj_bias", None),
+        recompute=recompute,
+        workspace=workspace,
+    )

@@ -58,6 +58,12 @@ class Row:
     reason: str = ""
     calls: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def lost(self) -> int:
+        """Returns the number of calls that did not run as `replaced_by` says."""
+        planned = "checkpointed" if self.replaced_by == "checkpoint" else "fused"
+        return sum(count for ran, count in self.calls.items() if ran != planned)
+
 
 @dataclass
 class Conversion:

@@ -1,0 +1,58 @@
+"""Converts a model in transformers' Trainer, and in the trainers of TRL and axolotl, which are built on it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import transformers
+from torch import nn
+
+from ..conversion import patch_trl
+from ..conversion.heads import Patch
+from ..conversion.later import ConvertLater
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """Converts the model at its first training step, after Trainer has prepared it, and logs which calls are fused.
+
+        trainer = Trainer(model, arguments, callbacks=[ckptkern.integrations.TrainerCallback(recompute="full")], ...)
+
+    The logs contain `calls_fused`, `calls_checkpointed` and `calls_original`, and a warning says when fusion is lost. In TRL's
+    trainers the fused LM head runs `linear_cross_entropy` during training (`ckptkern.patch_trl`). The table is printed once.
+
+    options: those of ckptkern.convert.
+    conversion: what convert returned; None before the first step.
+
+    Raises ValueError for `torch_compile=True`: convert the model before the trainer then. Also what convert raises.
+    """
+
+    def __init__(self, **options: Any):
+        self.options = options
+        self.later: ConvertLater | None = None
+        self.patch: Patch | None = None
+
+    @property
+    def conversion(self):
+        return None if self.later is None else self.later.conversion
+
+    def on_train_begin(self, args, state, control, *, model: nn.Module, **_: Any) -> None:
+        self.later = ConvertLater(model, self.options)
+        if "trl" in sys.modules:
+            self.patch = patch_trl(self.options.get("workspace"))
+
+    def on_log(self, args, state, control, *, logs: dict[str, Any], **_: Any) -> None:
+        if self.later is not None and "loss" in logs:
+            calls = {f"calls_{ran}": count for ran, count in self.later.check_calls().items()}
+            logs.update(calls)
+            state.log_history[-1].update(calls)
+
+    def on_step_end(self, args, state, control, **_: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 1 and self.conversion is not None:
+            print(self.conversion)
+
+    def on_train_end(self, args, state, control, **_: Any) -> None:
+        if self.later is not None:
+            self.later.remove()
+        if self.patch is not None:
+            self.patch.remove()
