@@ -411,6 +411,31 @@ def convert(
     """
     call = example_inputs, example_kwargs
     check_step("convert", model, call)
+    check_keywords("convert", convert, model, example_kwargs)
+    return convert_call(
+        model,
+        call,
+        recompute=recompute,
+        workspace=workspace,
+        include=include,
+        exclude=exclude,
+        otherwise=otherwise,
+        every=every,
+    )
+
+
+def convert_call(
+    model: nn.Module,
+    call: Call,
+    *,
+    recompute: str | tuple[str, str] = "selective",
+    workspace: int | str | None = None,
+    include: Which | Iterable[Which] | None = None,
+    exclude: Which | Iterable[Which] | None = None,
+    otherwise: str = "checkpoint",
+    every: int = 1,
+) -> Conversion:
+    """Converts the model by an example call that it is known to accept; see `convert`."""
     if isinstance(recompute, (tuple, list)):
         attention, other = modes_of_sublayers("convert", recompute)
         recompute = attention if attention == other else (attention, other)
@@ -419,7 +444,6 @@ def convert(
     check_choice("convert", "otherwise", otherwise, OTHERWISE)
     check_count("convert", "every", every)
     parse_bytes("convert", workspace)
-    check_keywords("convert", convert, model, example_kwargs)
     check_not_split("convert", model)
     check_names(model, include, exclude)
     revert(model)

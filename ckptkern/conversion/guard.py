@@ -117,9 +117,9 @@ def all_reads(reads: Reads | None, other: Reads | None) -> Any:
     return {name: all_reads(reads.get(name, {}), other.get(name, {})) for name in {**reads, **other}}
 
 
-# Attributes that change no result: `not_repacked` switches the first off while a module is read, and by the other
+# Attributes that change no result: `not_repacked` switches the first off while a module is read, and by the others
 # transformers decides whether to checkpoint what is a checkpoint already.
-HARMLESS = (REPACKS, "gradient_checkpointing")
+HARMLESS = (REPACKS, "gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 def is_container(value: object) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .convert import convert
+from .convert import convert_call
 from .recorder import check_step
 from .report import Conversion
 from .trace import leaves_of, mapped
@@ -24,6 +25,7 @@ class ConvertLater:
 
     def __init__(self, model: nn.Module, options: dict[str, Any]):
         check_step("convert_later", model, ((), {}))
+        inspect.signature(convert_call).bind(model, None, **options)
         self.options, self.conversion = options, None
         self._lost = 0
         self._handle = model.register_forward_pre_hook(self._convert, prepend=True, with_kwargs=True)
@@ -39,11 +41,11 @@ class ConvertLater:
                 "Start one process for each GPU, as with torchrun"
             )
         self.remove()
+        call = args, kwargs
         try:
-            first_args, first_kwargs = first_samples((args, kwargs))
-            self.conversion = convert(model, *first_args, **self.options, **first_kwargs)
+            self.conversion = convert_call(model, first_samples(call), **self.options)
         except Exception:  # a forward that needs the whole batch; convert left the model as it was
-            self.conversion = convert(model, *args, **self.options, **kwargs)
+            self.conversion = convert_call(model, call, **self.options)
 
     def remove(self) -> None:
         """Cancels the conversion if it has not begun."""
