@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from .. import memory
 from ..conversion.alike import call_kinds, same_inside
+from ..conversion.binding import without_caches
 from ..conversion.protection import gradients_unmoved, seeded, unmoved
 from ..conversion.recorder import (
     Names,
@@ -113,7 +114,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     """Measures the kind's costs and saved bytes in each strategy. Rounds of timing interleave the strategies. names: as in
     `watched_alone`. rates: of the GPU whose times are estimated on the meta device."""
     segment, strategies, alone = kind.first, kind.strategies, Alone(kind.first.module)
-    call = mapped(as_input, kind.call)
+    call = mapped(as_input, without_caches(kind.call))
     device, start = device_of(alone, call), time.perf_counter()
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit

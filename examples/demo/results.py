@@ -16,7 +16,7 @@ from .config import VARIANTS, label, title
 from .training import Run, measured_step
 
 AGREEMENT = 1e-3  # largest relative difference between two losses of a step that differ only in rounding
-HEADINGS = ("variant", "loss", "saved", "peak", "ms", "ratio", "p20–p80")
+HEADINGS = ("variant", "loss", "saved", "peak", "tokens/s", "ratio", "p20–p80")
 
 
 class Row(NamedTuple):
@@ -111,16 +111,16 @@ def page(config: Namespace, rows: list[Row], warning: str | None) -> str:
     table = [HEADINGS]
     for row in rows:
         saved, peak = format_size(row.saved_bytes), format_size(row.peak_bytes)
-        spread = f"{row.p20_ratio:.2f}–{row.p80_ratio:.2f}"
-        table.append((row.label, f"{row.loss:.4f}", saved, peak, f"{row.ms:.0f}", f"{row.ratio:.2f}", spread))
+        spread, rate = f"{row.p20_ratio:.2f}–{row.p80_ratio:.2f}", 1e3 * config.batch_size * config.seq_len / row.ms
+        table.append((row.label, f"{row.loss:.4f}", saved, peak, f"{rate:,.0f}", f"{row.ratio:.2f}", spread))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = [" | ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in table]
     steps = max(1, config.steps - measured_step(config) - 1)
     notes = (
         f"Loss: of the last step, nats a token. Saved: what forward saves for backward. Peak: of forward and backward, above "
-        f"parameters, gradients and optimizer state. ms: of forward, backward and optimizer, median of {steps} interleaved "
-        f"steps. Ratio: of a step's time to that of {rows[0].label}, which means something only within one run."
+        f"parameters, gradients and optimizer state. Tokens/s: of forward, backward and optimizer, median of {steps} "
+        f"interleaved steps. Ratio: of a step's time to that of {rows[0].label}, which means something only within one run."
     )
     verdicts = "\n".join(verdict(config, row, rows[0]) for row in rows[1:])
     parts = (f"{title(config)}:", "\n".join(f"| {line} |" for line in lines), gain(rows), notes, warning, verdicts)

@@ -90,7 +90,7 @@ def test_end_to_end(run, tmp_path):
     report = (tmp_path / "out" / "report.md").read_text()
     labels = [row["label"] for row in written["table"]]
     assert labels[3:] == ["ckptkern", 'ckptkern, "full", 16KiB']
-    for text in ("loss", "saved", "peak", "ratio", "p20–p80", f"A step of {labels[4]} peaks at", *labels):
+    for text in ("loss", "saved", "peak", "tokens/s", "ratio", "p20–p80", f"A step of {labels[4]} peaks at", *labels):
         assert text in report
     assert report.replace("\n", " ") in printed
 
