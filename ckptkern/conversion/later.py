@@ -33,7 +33,9 @@ class ConvertLater:
     conversion: Conversion | None
 
     def _convert(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if (
+            not torch.is_grad_enabled()
+        ):  # Lightning trains a model from `from_pretrained` in evaluation mode, as it comes
             return
         if getattr(model, "_is_replica", False):
             raise ValueError(

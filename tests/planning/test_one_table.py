@@ -8,7 +8,7 @@ from ckptkern.conversion.recorder import set_gradients
 from ckptkern.memory import format_size, peak_memory
 
 pytest.importorskip("scipy")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from ckptkern.benchmarks import estimate_model as models
 from ckptkern.benchmarks import estimate_variants as variants
@@ -18,7 +18,9 @@ TOKENS, WORKSPACE = 256, 2**20
 
 @pytest.fixture(scope="module")
 def config():
-    return transformers.LlamaConfig(
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=2,
@@ -89,7 +91,9 @@ def test_what_is_counted_without_memory_is_the_same(config):
 @pytest.mark.slow
 def test_a_cache_that_the_model_fills_by_default_is_left_out(config):
     """Without use_cache=False, transformers passes each layer a cache, whose keys have the first pass's graph."""
-    model = transformers.LlamaForCausalLM(config)
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(config)
     ids = torch.arange(32)[None]
     alone = ckptkern.report(model, input_ids=ids, labels=ids, use_cache=False)
     report = ckptkern.report(model, input_ids=ids, labels=ids)
