@@ -28,14 +28,24 @@ class ConvertLater:
         inspect.signature(convert_call).bind(model, None, **options)
         self.options, self.conversion = options, None
         self._lost = 0
-        self._handle = model.register_forward_pre_hook(self._convert, prepend=True, with_kwargs=True)
+        self._register(model)
 
     conversion: Conversion | None
 
+    def _register(self, model: nn.Module) -> None:
+        self._handle = model.register_forward_pre_hook(self._convert, prepend=True, with_kwargs=True)
+
+    @torch.compiler.disable
     def _convert(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if (
             not torch.is_grad_enabled()
         ):  # Lightning trains a model from `from_pretrained` in evaluation mode, as it comes
+            return
+        if (
+            next(iter(model._forward_pre_hooks)) != self._handle.id
+        ):  # fully_shard's later hook has begun the model's forward
+            self.remove()
+            self._register(model)  # as the first hook of the next call
             return
         if getattr(model, "_is_replica", False):
             raise ValueError(
@@ -81,7 +91,8 @@ def convert_later(model: nn.Module, **options: Any) -> ConvertLater:
         model, optimizer = accelerator.prepare(model, optimizer)
         later = ckptkern.integrations.convert_later(model, recompute="full")
 
-    The example is the batch's first two samples, or the whole batch where two do not run. options: those of ckptkern.convert.
+    The example is the batch's first two samples, or the whole batch where two do not run. If the model is sharded by
+    fully_shard after this, its second call begins the conversion. options: those of ckptkern.convert.
 
     Returns an object with `conversion`, `check_calls()` and `remove()`. Raises what convert raises, at that first call.
     """

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from .trainer import TrainerCallback
 
 
-class Arguments(BaseModel):
+class CkptkernArgs(BaseModel):
     """Declares the plugin's key of the configuration file: `ckptkern`, a mapping of convert's options."""
 
     ckptkern: dict[str, Any] | None = None
@@ -24,7 +24,7 @@ class AxolotlPlugin(BasePlugin):
     """
 
     def get_input_args(self) -> str:
-        return f"{__name__}.Arguments"
+        return f"{__name__}.CkptkernArgs"
 
     def add_callbacks_pre_trainer(self, cfg, model) -> list[TrainerCallback]:
         return [TrainerCallback(**(cfg.ckptkern or {}))]

@@ -24,7 +24,7 @@ class TrainerCallback(transformers.TrainerCallback):
     options: those of ckptkern.convert.
     conversion: what convert returned; None before the first step.
 
-    Raises ValueError for `torch_compile=True`: convert the model before the trainer then. Also what convert raises.
+    Raises what convert raises. With `torch_compile=True` the model compiles as converted, and the calls are no longer counted.
     """
 
     def __init__(self, **options: Any):

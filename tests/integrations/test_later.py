@@ -1,0 +1,158 @@
+"""convert_later: the first training call converts, whatever came before it, and the network trains as before."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from support.architectures import ids
+from support.ranks import on_ranks
+from support.training import alone, build, check, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ckptkern
+from ckptkern.conversion.later import first_samples
+from ckptkern.integrations import convert_later
+
+FUSED = 2 * ["transformer_layer"]
+
+
+def make() -> nn.Module:
+    return build("converted", ours=False)
+
+
+def replaced(later) -> list:
+    return [row.replaced_by for row in later.conversion.converted]
+
+
+def test_the_first_training_call_converts():
+    network = make()
+    unfused = copy.deepcopy(network)
+    later = convert_later(network, recompute="full")
+    network.eval()(ids())
+    with torch.no_grad():
+        network.train()(ids())
+    assert later.conversion is None
+    assert later.check_calls() == {}
+    check(network, alone(unfused, 1), 0)
+    assert replaced(later) == FUSED
+    assert later.check_calls() == {"fused": 6, "checkpointed": 0, "original": 0}
+    assert not network._forward_pre_hooks
+
+
+def test_autocast_of_the_call_is_that_of_the_conversion():
+    network = make()
+    unfused, later = copy.deepcopy(network), convert_later(network, recompute="full")
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = loss_of(network, 0, 0, 0), loss_of(unfused, 0, 0, 0)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    assert replaced(later) == FUSED
+    assert later.check_calls()["fused"] == 2
+
+
+def test_remove_cancels():
+    network = make()
+    later = convert_later(network)
+    later.remove()
+    network(ids())
+    assert later.conversion is None
+
+
+def test_options_are_checked_at_once():
+    with pytest.raises(TypeError, match="recompte"):
+        convert_later(make(), recompte="full")
+    with pytest.raises(ValueError, match="compiled"):
+        convert_later(torch.compile(make()))
+
+
+def test_an_error_of_the_call_is_the_users():
+    network = make()
+    later = convert_later(network, include="no.such.module")
+    with pytest.raises(ValueError, match=r"no\.such\.module"):
+        network(ids())
+    assert later.conversion is None
+    network(ids())  # goes on, unconverted
+
+
+class Whole(nn.Module):
+    """Runs batches of four alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = make()
+
+    def forward(self, tokens):
+        if tokens.size(0) != 4:
+            raise ValueError("four")
+        return self.network(tokens)
+
+
+def test_a_batch_that_two_samples_do_not_stand_for_is_used_whole():
+    network = Whole()
+    later = convert_later(network)
+    network(torch.cat([ids(), ids(1)])[:4])
+    assert replaced(later) == FUSED
+
+
+def test_first_samples():
+    x, scalar, other = torch.zeros(5, 3), torch.tensor(1), torch.zeros(3, 5)
+    (first,), kwargs = first_samples(((x,), {"mask": x, "n": scalar, "other": other, "flag": True}))
+    assert first.shape == kwargs["mask"].shape == (2, 3)
+    assert kwargs["n"] is scalar
+    assert kwargs["other"] is other
+    assert kwargs["flag"] is True
+
+
+def test_a_lost_fusion_is_warned_of_once():
+    network = make()
+    later = convert_later(network)
+    network(ids())
+    network.layers[0].c_fc.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="runs"):
+        network(ids())
+    with pytest.warns(UserWarning, match=r"1 training calls .* layers\.0"):
+        later.check_calls()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        later.check_calls()
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match="DataParallel"):
+        convert_later(nn.DataParallel(make()))
+
+
+def shard(network: nn.Module) -> None:
+    for module in (*network.layers, network):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.parametrize("what", ["wrapper", "inside"])
+@on_ranks()
+def test_data_parallel_trains_as_one_process(rank, what):
+    network = make()
+    unfused, wrapped = copy.deepcopy(network), DistributedDataParallel(network)
+    later = convert_later(wrapped if what == "wrapper" else network, recompute="full")
+    check(wrapped, alone(unfused, 2), rank)
+    assert replaced(later) == FUSED
+    assert later.check_calls() == {"fused": 6, "checkpointed": 0, "original": 0}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@on_ranks()
+def test_shards_train_as_one_process(rank, before):
+    """Whether fully_shard comes first or not: its hook would begin the first forward, so the second call converts."""
+    network = make()
+    unfused = copy.deepcopy(network)
+    if before:
+        later = convert_later(network, recompute="full")
+    shard(network)
+    if not before:
+        later = convert_later(network, recompute="full")
+    check(network, alone(unfused, 2), rank)
+    assert replaced(later) == FUSED
+    assert later.check_calls()["fused"] == (4 if before else 6)
+    assert ckptkern.revert(network) is network
