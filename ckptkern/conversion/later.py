@@ -35,15 +35,11 @@ class ConvertLater:
     def _register(self, model: nn.Module) -> None:
         self._handle = model.register_forward_pre_hook(self._convert, prepend=True, with_kwargs=True)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _convert(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if (
-            not torch.is_grad_enabled()
-        ):  # Lightning trains a model from `from_pretrained` in evaluation mode, as it comes
+        if not torch.is_grad_enabled():  # Lightning trains what `from_pretrained` gives in evaluation mode
             return
-        if (
-            next(iter(model._forward_pre_hooks)) != self._handle.id
-        ):  # fully_shard's later hook has begun the model's forward
+        if next(iter(model._forward_pre_hooks)) != self._handle.id:  # fully_shard's later hook has begun the forward
             self.remove()
             self._register(model)  # as the first hook of the next call
             return
