@@ -112,13 +112,12 @@ def test_lost_fusion_is_warned_of_and_logged(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forward", ["masked", "whole batch"])
-def test_a_batch_of_which_two_samples_do_not_run(forward, tmp_path):
-    """The example is the whole batch then; options are checked before training, and nothing is converted outside of it."""
+def test_a_batch_of_which_two_samples_do_not_run(tmp_path):
+    """The example is the whole batch then."""
 
     class Whole(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, **kwargs):
-            if input_ids.size(0) not in ((4,) if forward == "whole batch" else (2, 4)):
+            if input_ids.size(0) != 4:
                 raise ValueError(f"{input_ids.size(0)} samples")
             return super().forward(input_ids, **kwargs)
 
@@ -128,7 +127,7 @@ def test_a_batch_of_which_two_samples_do_not_run(forward, tmp_path):
     assert callback.conversion.calls == {"fused": 8, "checkpointed": 0, "original": 0}
 
 
-def test_what_is_wrong_is_said_before_training(tmp_path):
+def test_an_option_that_convert_does_not_have(tmp_path):
     with pytest.raises(TypeError, match="recomputed"):
         trained(tmp_path, integrations.TrainerCallback(recomputed="full"))
 
