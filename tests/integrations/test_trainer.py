@@ -135,7 +135,7 @@ def test_an_option_that_convert_does_not_have(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trl(kind):
-    """TRL's trainers call `gradient_checkpointing_enable` before the callback; layers stay fused all the same."""
+    """Layers stay fused with TRL's default, `gradient_checkpointing=True`, which DPO switches off and on in each step."""
     pytest.importorskip("trl")
     recipe = runpy.run_path(str(ROOT / "examples/trl_trainers.py"))
     callback = integrations.TrainerCallback(recompute="full", workspace="1MiB")
@@ -146,5 +146,5 @@ def test_trl(kind):
     for name in ("loss", "grad_norm"):
         torch.testing.assert_close([row[name] for row in ours], [row[name] for row in theirs], rtol=2e-3, atol=1e-3)
     last = ours[-1]
-    assert last["calls_fused"] >= len(ours) * 3
+    assert last["calls_fused"] == 2 * len(ours)  # two layers; TRL computes the head itself
     assert last["calls_checkpointed"] == last["calls_original"] == 0
