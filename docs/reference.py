@@ -8,6 +8,7 @@ To list a new function, add its row to functions.md: its page is created.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -16,6 +17,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 PAGES = Path(__file__).resolve().parent / "reference"
 HEADING = re.compile(r"^(##? ckptkern\.\S+|### \S+)$", re.MULTILINE)
@@ -125,6 +127,17 @@ def entry(owner: object, name: str) -> str:
     return f"```pyi\n{stub(owner, name)}\n```\n\n{markdown(inspect.getdoc(member), names)}\n"
 
 
+def source_entry(module: ModuleType, name: str) -> str:
+    """Returns the entry of a class whose module imports a framework, which need not be installed: from its source."""
+    tree = ast.parse(Path(module.__file__).with_name(f"{module.MODULES[name]}.py").read_text())
+    cls = next(node for node in tree.body if getattr(node, "name", None) == name)
+    methods = {node.name: node.args for node in cls.body if isinstance(node, ast.FunctionDef)}
+    head = f"class {name}({', '.join(map(ast.unparse, cls.bases))})"
+    inner = f":\n{INDENT}def __init__({ast.unparse(methods['__init__'])}): ..." if "__init__" in methods else ": ..."
+    names = {*methods, *(arg.arg for args in methods.values() for arg in (*args.args, args.vararg, args.kwarg) if arg)}
+    return f"```pyi\n{head}{inner}\n```\n\n{markdown(ast.get_docstring(cls), names)}\n"
+
+
 def row(match: re.Match) -> str:
     """Returns the row of an index, with the first sentence of the docstring."""
     paragraph = (
@@ -146,7 +159,8 @@ def page(text: str) -> str:
         else:
             owner_name, _, name = path.rpartition(".")
             owner = getattr(importlib.import_module(module), owner_name)
-        parts.append(f"{heading}\n\n{entry(owner, name)}\n")
+        text = source_entry(owner, name) if name in getattr(owner, "MODULES", ()) else entry(owner, name)
+        parts.append(f"{heading}\n\n{text}\n")
     return "".join(parts).rstrip() + "\n"
 
 

@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer, two ways: `ckptkern.convert` in one line before it, or its own gradient checkpointing on ckptkern's
-regions. Choose one of them.
+"""Hugging Face's Trainer, two ways: a callback that converts the model, or its own activation checkpointing (gradient
+checkpointing) on ckptkern's regions. Choose one of them.
 
 Install: pip install transformers accelerate
 Run: python examples/hf_trainer.py
@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 import ckptkern
+from ckptkern.integrations import TrainerCallback
 
 ids = (torch.arange(96)[:, None] + 5 * torch.arange(32)) % 64  # each token follows from the one before it
 data = [{"input_ids": row, "labels": row} for row in ids]
-example = ids[:8].clone()
 
 
 def build() -> LlamaForCausalLM:
@@ -31,7 +31,7 @@ def build() -> LlamaForCausalLM:
     )
 
 
-def train(model: LlamaForCausalLM, **arguments) -> None:
+def train(model: LlamaForCausalLM, *callbacks: TrainerCallback, **arguments) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             folder,
@@ -45,20 +45,18 @@ def train(model: LlamaForCausalLM, **arguments) -> None:
             dataloader_pin_memory=False,
             **arguments,
         )
-        trainer = Trainer(model, settings, train_dataset=data)
+        trainer = Trainer(model, settings, train_dataset=data, callbacks=[*callbacks])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
-model = build()
-print(ckptkern.convert(model, input_ids=example, labels=example))
-train(model)
+train(build(), TrainerCallback(recompute="full"))
 
 model = build()
 with ckptkern.patch_torch():  # torch.utils.checkpoint is ckptkern's, which transformers calls
     train(model, gradient_checkpointing=True)  # newer versions say activation_checkpointing
     with ckptkern.memory.saved_tensors(model) as saved:
-        model(example.to(model.device))
+        model(ids[:8].to(model.device))
     print("regions save", ckptkern.memory.format_size(saved.bytes))

@@ -1,4 +1,4 @@
-"""Lightning: a callback converts the model when training starts, before a strategy wraps it.
+"""Lightning: a callback converts the model in its first training step, and logs which calls are fused.
 
 Install: pip install pytorch-lightning
 Run: python examples/lightning_callback.py
@@ -10,18 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import ckptkern
-
-
-class Convert(lightning.Callback):
-    """Converts the module named `part`, which is called with tensors like `example`, at the start of a fit."""
-
-    def __init__(self, part: str, example: torch.Tensor, **options):
-        self.part, self.example, self.options = part, example, options
-
-    def setup(self, trainer, module, stage):
-        if stage == "fit":
-            print(ckptkern.convert(module.get_submodule(self.part), self.example, **self.options))
+from ckptkern.integrations import LightningCallback
 
 
 class Module(lightning.LightningModule):
@@ -48,8 +37,9 @@ lightning.seed_everything(0, verbose=False)
 ids = torch.randint(64, (128, 32))
 data = TensorDataset(ids, (5 * ids + 7) % 64)  # each label follows from its token
 module = Module()
-convert = Convert("model", ids[:8], recompute="full")
+convert = LightningCallback(recompute="full")
 quiet = dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer = lightning.Trainer(max_epochs=1, callbacks=[convert], logger=False, **quiet)
 trainer.fit(module, DataLoader(data, batch_size=8))
 print(f"loss {module.losses[0]:.2f} -> {module.losses[-1]:.2f}")
+print(convert.conversions["model"])

@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each with a converted model. Use one of them. DPO's
-frozen reference model needs no conversion: it saves nothing.
+"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each with the callback. Use one of them. TRL's
+`gradient_checkpointing=True` may stay. DPO's frozen reference model needs no conversion: it saves nothing.
 
 Install: pip install trl transformers tokenizers datasets
 Run: python examples/trl_trainers.py
@@ -7,13 +7,12 @@ Run: python examples/trl_trainers.py
 
 import tempfile
 
-import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-import ckptkern
+from ckptkern.integrations import TrainerCallback
 
 words = {word: i for i, word in enumerate(["<pad>", "<eos>", *map(str, range(2046))])}
 tokens = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -41,14 +40,6 @@ def build() -> LlamaForCausalLM:
         eos_token_id=1,
     )
     return LlamaForCausalLM(config)
-
-
-def convert(model: LlamaForCausalLM, packed: bool) -> ckptkern.Conversion:
-    example = dict(tokenizer([text(0, 5, 64)], return_tensors="pt"))
-    if packed:  # positions of two sequences in place of a mask, as in SFTTrainer's batches
-        example = {"input_ids": example["input_ids"], "position_ids": torch.arange(64)[None] % 32}
-    ckptkern.patch_trl(workspace="1MiB")  # TRL reads the head's weight itself, and never calls the head
-    return ckptkern.convert(model, **example, labels=example["input_ids"], workspace="1MiB")
 
 
 def sft(model: LlamaForCausalLM, **options) -> Trainer:
@@ -85,19 +76,12 @@ def grpo(model: LlamaForCausalLM, **options) -> Trainer:
     return GRPOTrainer(model, even, settings, data, processing_class=tokenizer)
 
 
-def train(
-    trainer_of, model: LlamaForCausalLM, gradient_checkpointing: bool = False
-) -> list[dict]:  # TRL's default is True
+def train(trainer_of, model: LlamaForCausalLM, *callbacks: TrainerCallback, **options) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(
-            model,
-            output_dir=folder,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=gradient_checkpointing,
-            use_cpu=True,
-            bf16=False,
-            **quiet,
-        )
+        options = dict(output_dir=folder, lr_scheduler_type="constant", use_cpu=True, bf16=False) | quiet | options
+        trainer = trainer_of(model, **options)
+        for callback in callbacks:
+            trainer.add_callback(callback)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -105,8 +89,6 @@ def train(
 
 if __name__ == "__main__":
     for trainer_of, key in ((sft, "loss"), (dpo, "loss"), (grpo, "reward")):
-        model = build()
-        print(conversion := convert(model, packed=trainer_of is sft))
-        first, *_, last = train(trainer_of, model)
-        print("calls", conversion.calls)
+        first, *_, last = train(trainer_of, build(), TrainerCallback(recompute="full", workspace="1MiB"))
+        print("fused calls", last["calls_fused"], "others", last["calls_checkpointed"] + last["calls_original"])
         print(f"{key} {first[key]:.2f} -> {last[key]:.2f}")

@@ -51,9 +51,9 @@ class ConvertLater:
         self.remove()
         call = args, kwargs
         try:
-            self.conversion = convert_call(model, first_samples(call), **self.options)
+            self.conversion = convert_call(model, first_samples(call, SAMPLES), **self.options)
         except Exception:  # a forward that needs the whole batch; convert left the model as it was
-            self.conversion = convert_call(model, call, **self.options)
+            self.conversion = convert_call(model, first_samples(call, None), **self.options)
 
     def remove(self) -> None:
         """Cancels the conversion if it has not begun."""
@@ -75,10 +75,16 @@ class ConvertLater:
         return self.conversion.calls
 
 
-def first_samples(call: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
-    """Returns the call with the first `SAMPLES` samples of its batch, whose size is that of the first tensor."""
+def first_samples(call: tuple[tuple, dict[str, Any]], count: int | None) -> tuple[tuple, dict[str, Any]]:
+    """Returns the call with the first `count` samples of its batch (None: all), whose size is that of the first tensor. Its
+    tensors are detached: the example's backward ends there."""
     batch = next((leaf.size(0) for leaf in leaves_of(call) if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    return mapped(lambda tensor: tensor[:SAMPLES] if tensor.dim() and tensor.size(0) == batch else tensor, call)
+
+    def part(tensor: Tensor) -> Tensor:
+        samples = tensor[:count] if tensor.dim() and tensor.size(0) == batch else tensor
+        return samples.detach().requires_grad_(tensor.requires_grad)
+
+    return mapped(part, call)
 
 
 def convert_later(model: nn.Module, **options: Any) -> ConvertLater:
@@ -87,9 +93,11 @@ def convert_later(model: nn.Module, **options: Any) -> ConvertLater:
         model, optimizer = accelerator.prepare(model, optimizer)
         later = ckptkern.integrations.convert_later(model, recompute="full")
 
-    The example is the batch's first two samples, or the whole batch where two do not run. If the model is sharded by
-    fully_shard after this, its second call begins the conversion. options: those of ckptkern.convert.
+    The example is the batch's first two samples, or the whole batch where two do not run. A model that is itself replaced
+    runs that first call as it was. If the model is sharded by fully_shard after this, the second call begins the conversion.
+    options: those of ckptkern.convert.
 
-    Returns an object with `conversion`, `check_calls()` and `remove()`. Raises what convert raises, at that first call.
+    Returns an object with `conversion` (None before that call), `check_calls()` (its `calls`; warns of lost fusion) and
+    `remove()`. Raises what convert raises, at that first call.
     """
     return ConvertLater(model, options)

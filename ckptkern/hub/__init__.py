@@ -8,7 +8,7 @@ from typing import Any
 
 from .functions import attention_forward, causal_lm_loss
 
-__all__ = ["PATH", "attention_forward", "causal_lm_loss", "kernel_config", "register"]
+__all__ = ["PATH", "causal_lm_loss", "kernel_config", "register"]
 PATH = str(Path(__file__).parent)  # of a kernels repository: f"{PATH}:SwiGLUMLP" names a layer
 
 
@@ -19,10 +19,9 @@ def kernel_config(layers: Mapping[Any, str]) -> Any:
         model = LlamaForCausalLM.from_pretrained(name, use_kernels=True, kernel_config=config)
 
     layers: a layer of ours ("SwiGLUMLP", "GeGLUMLP", "MLP", "RMSNormMLP", "Experts") for each class of the model, name that the
-    class has registered, or tuple of (name, pattern) of neighbours. transformers' own class reads a local repository in
-    `set_use_kernels` alone (5.23), and for the mode that the model is in.
+    class has registered, or tuple of (name, pattern) of neighbours.
 
-    Raises ImportError without transformers and kernels.
+    Raises ImportError without transformers and kernels; ValueError, when the model is built, if no module has a name.
     """
     from kernels import LocalLayerRepository
     from transformers import KernelConfig
@@ -37,6 +36,13 @@ def kernel_config(layers: Mapping[Any, str]) -> Any:
                 key: (repo if isinstance(repo, str) else repo[0]).partition(":")[2]
                 for key, repo in self.kernel_mapping.items()
             }
+            registered = {*self.registered_layer_names.values()}
+            for key, layer in names.items():
+                if not registered & {name for name, same in names.items() if same == layer}:
+                    raise ValueError(
+                        f"kernel_config: no module has the layer name {key!r}, and {layer} has no layout for a class. Register "
+                        f"the class: kernels.replace_kernel_forward_from_hub(cls, {layer!r}), and take {layer!r} as the key"
+                    )
             device = infer_device(model)
             self.kernel_mapping = {
                 key: {device: LocalLayerRepository(Path(PATH), layer_name=name)} for key, name in names.items()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..conversion.later import ConvertLater, convert_later
+from ..conversion.later import convert_later
 
-__all__ = ["AxolotlPlugin", "ConvertLater", "LightningCallback", "TrainerCallback", "convert_later"]
+__all__ = ["AxolotlPlugin", "LightningCallback", "TrainerCallback", "convert_later"]
 MODULES = {"TrainerCallback": "trainer", "LightningCallback": "lightning", "AxolotlPlugin": "axolotl"}
 
 

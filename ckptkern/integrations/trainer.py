@@ -18,8 +18,8 @@ class TrainerCallback(transformers.TrainerCallback):
 
         trainer = Trainer(model, arguments, callbacks=[ckptkern.integrations.TrainerCallback(recompute="full")], ...)
 
-    The logs contain `calls_fused`, `calls_checkpointed` and `calls_original`, and a warning says when fusion is lost. In TRL's
-    trainers the fused LM head runs `linear_cross_entropy` during training (`ckptkern.patch_trl`). The table is printed once.
+    The logs contain `calls_fused`, `calls_checkpointed` and `calls_original`, and a warning says when fusion is lost. The
+    table is printed once. In TRL's trainers `ckptkern.patch_trl` is called, too.
 
     options: those of ckptkern.convert.
     conversion: what convert returned; None before the first step.

@@ -114,7 +114,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if (
         not torch.is_grad_enabled()
         or ACTIVE.gathered
-        or choose_mode(module.recompute) in ("none", ("none", "none"))
+        or choose_mode(getattr(module, "recompute", "full")) in ("none", ("none", "none"))
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()
         or (torch.compiler.is_compiling() and parametrize._cache_enabled)
