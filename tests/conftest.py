@@ -95,8 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
             quicken()
             check_masks()
     os.environ["CKPTKERN_CACHE"] = cache_without_tables()
-    # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
     os.environ["HF_HUB_OFFLINE"] = "1"  # bitsandbytes fetches a kernel for some CPUs where `kernels` is installed
+    # Test tensors are small: on busy cores, waiting for a second OpenMP thread takes longer than the work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Inductor's C++ is compiled without vectors: it would try each of the processor's kinds in a process, 9 s in every run.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
