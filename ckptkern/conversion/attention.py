@@ -53,7 +53,6 @@ class Projection:
     from_first_row: bool = True  # views of these begin at their first row
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
-    unit: bool = False  # rows have length 1: torch's normalize
 
 
 def read_attention(steps: Steps, node: Node) -> Reading:
@@ -71,7 +70,7 @@ def read_attention(steps: Steps, node: Node) -> Reading:
     q, v = (projection(steps, operand, Projection()) for operand in (core.query, core.value))
     for part in joined_of(steps, core.key):
         k = projection(steps, part, k)
-    if v.norms or v.outside or v.factor != 1.0 or v.unit:
+    if v.norms or v.outside or v.factor != 1.0:
         raise Unreadable("v is changed between its projection and core attention")
     kv_a = [linear for linear in k.linears if linear not in v.linears]
     if gate is None and len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2:
@@ -85,14 +84,13 @@ def read_attention(steps: Steps, node: Node) -> Reading:
         arguments["num_heads"], choices = core.query.shape[1], []
     else:
         arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
-        arguments |= _norms(steps, core, q, k)
+        arguments |= _norms(steps, q, k)
     rotary = rotary_of(steps, q, k)
-    factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
     arguments |= (
         {"out_weight": out.weight, "out_bias": out.bias}
         | core.options
         | rotary[0]
-        | {"scale": core.scale * factor}
+        | {"scale": core.scale * q.factor * k.factor}
         | _masks(steps, core.masks, sliced="key_value" not in arguments)
     )
     return Reading(arguments, x, [*choices, rotary])
@@ -115,13 +113,9 @@ def projection(steps: Steps, node: Node, result: Projection, apart: bool = False
             result.outside += (node,)
         result.from_first_row &= _from_first_row(view)
         return result
-    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
-    is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
         if node not in result.norms:
             result.norms += (node,)
-    elif node.is_function("normalize") and is_unit:
-        result.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("an unsupported step between projection and core attention:", node)
     elif (factor := steps.factor(node)) is not None:
@@ -208,17 +202,7 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     return {"key_value": Argument(key.source)}
 
 
-def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, Any]:
-    if q.unit or k.unit or core.head_scale is not None:
-        # rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)
-        if not (q.unit and k.unit) or q.norms or k.norms:
-            raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
-        _, H, _, D = core.query.shape
-        factor = ones = call(torch.ones, D, device=torch.device("cpu"))
-        if core.head_scale is not None:
-            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D)
-        # normalize divides by 1e-12 at least, so that a row of zeros is zero
-        return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
+def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
     if not q.norms and not k.norms:
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .computed import FromInput, call
+from .computed import call
 from .masks import causal_attention, window_of
 from .reading import Steps, Weight, in_training
 from .trace import Node
@@ -22,8 +22,8 @@ CALLS = {  # functions that are core attention, with the names of their argument
 
 @dataclass
 class Core:
-    """Describes softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other
-    arguments of the op, by name; sinks: a parameter, which becomes one of the options."""
+    """Describes softmax(q k^T scale + mask) v as the module calls it. options: other arguments of the op, by name;
+    sinks: a parameter, which becomes one of the options."""
 
     query: Node
     key: Node
@@ -31,7 +31,6 @@ class Core:
     masks: list[Node]
     scale: float
     options: dict[str, Any]
-    head_scale: Node | None = None
     sinks: Node | None = None
 
 
@@ -73,14 +72,14 @@ def _written_out(steps: Steps, node: Node) -> Core:
             scores = whole
     if scores.is_function("cat", of=2):
         scores, sinks = steps.input_of(scores), scores.inputs[1]
-    masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
+    masks, scale, options = [], 1.0, {"is_causal": False}
     while not scores.is_function("matmul", "bmm", "baddbmm"):
         if scores.is_function("add", of=2):
             a, b = scores.inputs
             if not _is_of_matmul(a):
                 a, b = b, a
             scores = steps.strip(a)
-            masks.append(_over_windows(b, a.shape))
+            masks.append(b)
         elif scores.is_function("where", of=2) and len(scores.args) == 3:
             masks.append(scores.inputs[0])
             scores = steps.strip(scores.inputs[1])
@@ -94,13 +93,8 @@ def _written_out(steps: Steps, node: Node) -> Core:
                 options["softcap"], scores = number, steps.input_of(scores)
             else:
                 scale *= number
-        else:  # a factor [H, 1, 1] for each head
-            H = scores.shape[1] if len(scores.shape) == 4 else 0
-            pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
-            pair = next((nodes for nodes in pairs if nodes[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
-            if pair is None:
-                raise steps.refuse("an unsupported step on attention scores:", scores)
-            head_scale, scores = pair[0], steps.strip(pair[1])
+        else:
+            raise steps.refuse("an unsupported step on attention scores:", scores)
     scale *= options.get("softcap", 1.0)  # tanh reads scores / softcap
     if scores.is_function("baddbmm"):
         # beta * bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi), whose bias meets [B, H, S, S]
@@ -114,18 +108,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
     else:
         query, key = scores.inputs
     options["dropout_p"] = steps.probability(dropouts)
-    return Core(query, key, value, masks, scale, options, head_scale, sinks)
-
-
-def _over_windows(mask: Node, scores: torch.Size) -> Node:
-    """Returns a mask [1, windows, 1, S, S] of scores [B / windows, windows, H, S, S] as a mask of scores [B, H, S, S]; any
-    other unchanged."""
-    if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
-        return mask
-    images, windows, _, *rows = scores
-    times = FromInput("samples", images, images * windows)
-    whole = call(Tensor.expand, mask, times, -1, -1, -1, -1)
-    return call(Tensor.flatten, whole, 0, 1, shape=(images * windows, 1, *rows))
+    return Core(query, key, value, masks, scale, options, sinks)
 
 
 def _is_of_matmul(node: Node) -> bool:
