@@ -99,8 +99,9 @@ class Grammar(Steps):
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """Returns (layer_scale, the node that it scales); None for other nodes."""
-        if (factor := self.factor(node)) is not None:
-            return factor, self.input_of(node)
+        number, behind = self.scaled(node)
+        if behind is not node:
+            return number, behind
         if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
             return weight and (weight, self.input_of(node))

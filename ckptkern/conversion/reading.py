@@ -248,9 +248,7 @@ class Steps:
 
     def update(self, node: Node, x: Node) -> Update | None:
         """Reads scale * b(a(dropout(x))); None for other nodes."""
-        node, scale = self.strip(node), 1.0
-        while (factor := self.factor(node)) is not None:
-            scale, node = scale * factor, self.input_of(node)
+        scale, node = self.scaled(self.strip(node))
         pair = []
         for _ in "ba":
             linear = self.linear_leaf(node)
@@ -275,14 +273,17 @@ class Steps:
                     return Scale(owner, adapter)
         return scale
 
-    def factor(self, node: Node) -> float | None:
-        """Returns the number by which a node multiplies its one tensor; None for other nodes."""
-        if not node.is_function("mul", "div", of=1):
-            return None
-        if len(node.numbers) != 1:
-            raise self.refuse("the factor is not one number:", node)
-        (number,) = node.numbers
-        return 1 / number if node.is_function("div") else float(number)
+    def scaled(self, node: Node) -> tuple[float, Node]:
+        """Returns (the product of the numbers by which this node, and those behind it, multiply one tensor; that tensor's
+        node). A node that multiplies nothing is its own."""
+        product = 1.0
+        while node.is_function("mul", "div", of=1):
+            if len(node.numbers) != 1:
+                raise self.refuse("the factor is not one number:", node)
+            (number,) = node.numbers
+            product *= 1 / number if node.is_function("div") else number
+            node = self.input_of(node)
+        return product, node
 
     def linear(self, node: Node, role: str) -> Layer:
         if (layer := self.linear_of(node)) is None:
