@@ -365,10 +365,8 @@ EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
 def joined_of(steps: Steps, node: Node) -> list[Node]:
-    """Returns the tensors that a tensor is joined from, by a cat or by writes into parts of an empty tensor."""
+    """Returns the tensors that were written into parts of an empty tensor; the tensor itself if it was not made so."""
     node = steps.strip(node)
-    if node.is_function("cat"):
-        return node.inputs
     before, write = node.written or (None, node)
     if before is None and not node.is_function("__setitem__"):
         return [] if node.is_function(*EMPTY) else [node]

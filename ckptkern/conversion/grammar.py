@@ -47,9 +47,8 @@ class Grammar(Steps):
             if len(node.inputs) != 1 or node.output:
                 raise self.refuse("an MoE block must take and return one tensor:", node)
             self.layers_read += 1
-            block_arguments = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
-            return Reading(prefixed(block_arguments, node.source), self.input_of(node), logits_of=logits_of)
+            return Reading(prefixed(block.arguments, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
         arguments = {"dropout_p": self.probability(hidden)}
@@ -72,9 +71,7 @@ class Grammar(Steps):
             elif gate_layer.input is not up.input:
                 continue
             orders = [layers_as(gate=gate, up=up, down=down) for gate, up in pairs]
-            return Reading(
-                arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
-            )
+            return Reading(arguments | {"activation": activation} | orders[0], up.input, [orders])
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     # -- sublayers
@@ -217,8 +214,6 @@ class Grammar(Steps):
         attention, cross = self.sublayer(mlp.x, read_attention), None
         if attention.x.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.x, read_attention), attention
-            if "router_weight" in mlp.arguments:
-                raise Unreadable("an MoE layer has cross-attention")
         if attention.x.kind != "argument":
             raise self.refuse("the attention sublayer reads", attention.x)
         return layer_of(attention, mlp, attention.x, cross)
@@ -232,32 +227,23 @@ class Grammar(Steps):
 
     def chain(self, node: Node) -> Reading:
         """Reads act(linear(... act(linear(x)))), with one activation throughout."""
-        weights, biases, activations = [], [], []
+        weights, biases, activations = [], [], set()
         node = self.strip(node)
         while node.kind != "argument":
-            if (match := self.activation(node)) is not None:
-                activations.append(match[0])
-                node = match[1]
-            elif isinstance(self.module, nn.Linear):
-                activations.append("identity")
-            else:
+            match = self.activation(node)
+            if match is None and not isinstance(self.module, nn.Linear):
                 raise self.refuse("an activation expected, found", node)
+            activation, node = match or ("identity", node)
             linear = self.linear(node, "the activation's input")
-            if linear.update is not None:
-                raise Unreadable("a chain of linear layers has a low-rank update")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
+            activations.add(activation)
             node = linear.input
-        if not weights or len(set(activations)) > 1:
+        if len(activations) != 1:
             raise Unreadable("it is not a chain of linear layers with one activation")
         if len(weights) == 1:
-            arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
-            return Reading(arguments, node, op="linear_act")
-        if len({bias is None for bias in biases}) > 1:
-            raise Unreadable("only some layers of a chain have a bias")
-        biases = None if biases[0] is None else biases
-        arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
-        return Reading(arguments, node, op="linear_stack")
+            return Reading({"weight": weights[0], "bias": biases[0], "activation": activation}, node, op="linear_act")
+        return Reading({"weights": weights, "biases": biases, "activation": activation}, node, op="linear_stack")
 
 
 def layer_of(

@@ -249,17 +249,16 @@ class Steps:
     def update(self, node: Node, x: Node) -> Update | None:
         """Reads scale * b(a(dropout(x))); None for other nodes."""
         scale, node = self.scaled(self.strip(node))
-        pair = []
-        for _ in "ba":
-            linear = self.linear_leaf(node)
-            if linear is None or linear.bias is not None or linear.weight.form:
-                return None
-            dropouts: list[Probability] = []
-            pair, reader, node = [linear.weight, *pair], node, linear.input
-        if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
+        b = self.linear_leaf(node)
+        a = b and self.linear_leaf(b.input)
+        if a is None or any(layer.bias is not None or layer.weight.form for layer in (a, b)):
+            return None
+        if self.dropout(a.input) is not None and self.masked.setdefault(a.input, b.input) is not b.input:
             raise Unreadable("low-rank updates share one dropout's mask")
-        node = self.strip(node, dropouts)
-        return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
+        dropouts: list[Probability] = []
+        if self.strip(a.input, dropouts) is not x:
+            return None
+        return Update(a.weight, b.weight, self.scale_of(a.weight.path, scale), self.probability(dropouts))
 
     def scale_of(self, path: str, scale: float) -> float | Scale:
         """Returns where a layer of peft holds the scale of the update whose A is at this path; the number itself if none
@@ -342,13 +341,16 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     x = tensor.new_empty(6, features).normal_() + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
     ways = []
-    for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)):
-        for weight, bias in itertools.permutations((None, None, *own), 2):
-            if len(own) == (weight is not None) + (bias is not None):
-                for kind, form in itertools.product(("layer", "rms"), ("",) if weight is None else ("", "+1")):
-                    like = functools.partial(_normed, kind, own.get(weight), form, own.get(bias), eps)
-                    named = weight and Weight(f"{path}.{weight}", form), bias and Weight(f"{path}.{bias}")
-                    ways.append((like, Norm(kind, *named, eps)))
+    for eps, names, kind, form in itertools.product(
+        dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)),
+        itertools.permutations(own),
+        ("layer", "rms"),
+        ("", "+1"),
+    ):
+        weight, bias = (*names, None, None)[:2]
+        like = functools.partial(_normed, kind, own.get(weight), form, own.get(bias), eps)
+        named = weight and Weight(f"{path}.{weight}", form), bias and Weight(f"{path}.{bias}")
+        ways.append((like, Norm(kind, *named, eps)))
     return first_like(leaf, x, ways)
 
 
