@@ -156,7 +156,7 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
 
 
 def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Arguments:
-    kind = next(kind for kind in (dict, tuple, list) if isinstance(template, kind))
+    kind = tuple if isinstance(template, tuple) else type(template)
     values = template if kind is dict else dict(enumerate(template))
     live = [(name, get) for name, value in values.items() if (get := getter(module, value))]
     paths = {name: switch_of(module, value) for name, value in values.items() if isinstance(value, Update)}
@@ -171,8 +171,8 @@ _TABLES = WeakTensorKeyDictionary()
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
     """Returns an argument in the form that the op reads: "" unchanged, "t" transposed, "+1" plus one.
 
-    Masks: "columns" and "last columns" take the first or last `length` columns; "all heads" adds the dimension of heads to [B,
-    S] of keys or [B, S, S] of rows and keys.
+    Masks: "last columns" takes the last `length` columns; "all heads" adds the dimension of heads to [B, S] of keys or
+    [B, S, S] of rows and keys.
     Rotary tables, [..., 1, S, R] or [B, S, 1, R], cut to `length` rows: "table" unchanged; "twice", "each twice" and
     "sublayers" repeat columns that are stored once, or in another order than the op's; "real" and "imag" take a part of a
     complex table [..., S, R / 2].
@@ -181,8 +181,8 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
         return tensor
     if form in ("t", "+1"):
         return tensor.t() if form == "t" else tensor + 1
-    if form in ("columns", "last columns"):
-        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
+    if form == "last columns":
+        return tensor[..., -length:]
     if form == "all heads":
         return tensor[:, None, None] if tensor.dim() == 2 else tensor[:, None]
     if (

@@ -5,7 +5,6 @@ k."""
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,12 +77,7 @@ def read_attention(steps: Steps, node: Node) -> Reading:
     else:
         arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
     rotary = rotary_of(steps, q, k)
-    arguments |= (
-        core.options
-        | rotary[0]
-        | {"scale": core.scale * q.factor * k.factor}
-        | _masks(steps, core.masks, sliced="key_value" not in arguments)
-    )
+    arguments |= core.options | rotary[0] | {"scale": core.scale * q.factor * k.factor} | _masks(steps, core.masks)
     return Reading(arguments, x, [*choices, rotary])
 
 
@@ -254,7 +248,7 @@ def _from_first_row(view: Node) -> bool:
             keys = leaves_of(view.args[1])
             if any(isinstance(key, int) or (isinstance(key, slice) and key.start not in (None, 0)) for key in keys):
                 return False
-        elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split", "roll"):
+        elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split"):
             return False
         view = view.inputs[0]
     return True
@@ -272,15 +266,15 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
     return torch.equal(hidden, later) or torch.equal(hidden, ~later)
 
 
-def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
+def _masks(steps: Steps, seen: list[Node]) -> dict[str, Any]:
     """Returns the arguments attn_mask and is_causal for the masks `seen`, which are added to the scores or hide some.
     Empties `seen`."""
-    pairs, causal = [], False
+    pairs, causal = [], {}
     while seen:
         addend = seen.pop()
         node = steps.strip(addend)
         if is_causal_buffer(steps, addend):
-            causal = True
+            causal = {"is_causal": True}
         elif node.is_function("add", of=2):
             seen += node.inputs
         elif node.is_function("where", of=2) and len(node.args) == 3:
@@ -289,39 +283,28 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
             if steps.strip(condition).kind == "argument":
                 seen.append(condition)
             else:
-                causal = True  # a guess, which must hold for another length too
+                causal = {"is_causal": True}  # a guess, which must hold for another length too
         else:
             alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (addend, node))  # it may be expanded
-            pairs.append((alike, addend))
+            pairs.append((alike, _mask(steps, addend)))
     # of two masks the first may be trained: that is a bias, which differs from head to head
-    pairs.sort(key=lambda pair: pair[0])
-    masks = [_mask(steps, addend, sliced) for _, addend in pairs]
-    if len(masks) > 2:  # they are added up: those that differ from head to head, and the others
-        sums: dict[bool, Node] = {}
-        for alike, addend in pairs:
-            sums[alike] = call(torch.add, sums[alike], addend) if alike in sums else addend
-        masks = list(map(Computed, sums.values()))
-    arguments = {"is_causal": True} if causal else {}
-    return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
+    masks = [mask for _, mask in sorted(pairs, key=lambda pair: pair[0])]
+    return causal | {"attn_mask": tuple(masks) if len(masks) > 1 else next(iter(masks), None)}
 
 
-def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed | None:
-    """Returns a mask as an argument of the call, in the form in which it is viewed, or as a computed tensor. sliced: the
-    mask may have more columns than there are keys."""
+def _mask(steps: Steps, seen: Node | None) -> Argument | Computed | None:
+    """Returns a mask as an argument of the call, in the form in which it is viewed, or as a computed tensor."""
     if seen is None:
         return None
     mask = steps.strip(seen)
     if mask.kind != "argument":
         return Computed(seen)
-    shape = tuple(mask.shape)
-    wanted = tuple(seen.shape)
-    if (1,) * (len(wanted) - len(shape)) + shape == wanted and (len(shape) != 2 or shape[0] != 1):
+    shape, wanted = tuple(mask.shape), tuple(seen.shape)
+    is_broadcast = all(size in (1, other) for size, other in zip(shape[::-1], wanted[::-1], strict=False))
+    if is_broadcast and (len(shape) != 2 or shape[0] != 1):
         return Argument(mask.source)
-    if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
-        return Argument(mask.source, "columns")
-    keys = leaves_of(seen.args[1]) if seen.is_function("__getitem__") and seen.inputs[0] is mask else [None]
-    is_shorter = sliced and shape[:-1] == wanted[:-1] and wanted[-1] < shape[-1]
-    if is_shorter and keys[-1] == slice(shape[-1] - wanted[-1], None):
+    is_cut = seen.is_function("__getitem__") and seen.inputs[0] is mask and shape[:-1] == wanted[:-1]
+    if is_cut and leaves_of(seen.args[1])[-1] == slice(shape[-1] - wanted[-1], None):
         return Argument(mask.source, "last columns")
     if len(shape) in (2, 3) and wanted == (shape[0], *(1,) * (4 - len(shape)), *shape[1:]):
         return Argument(mask.source, "all heads")
@@ -338,8 +321,7 @@ def _of_module(steps: Steps, node: Node) -> Reading:
     if node.output or call.get("need_weights", True) or not module.batch_first:
         raise Unreadable("nn.MultiheadAttention is called with need_weights, or is not batch_first")
     query, key, value = (steps.strip(call[name]) for name in ("query", "key", "value"))
-    crossing = _crossing(query, key, value)
-    masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
+    masks = {name: _mask(steps, call.get(name)) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
@@ -351,12 +333,11 @@ def _of_module(steps: Steps, node: Node) -> Reading:
         "out_weight": Weight(f"{path}.out_proj.weight"),
         "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
         "num_heads": module.num_heads,
-        "scale": 1 / math.sqrt(module.head_dim),
         "mask_is_exclusion": True,
         "is_causal": bool(call.get("is_causal", False)),
         "dropout_p": in_training(module.dropout),
         **masks,
-        **crossing,
+        **_crossing(query, key, value),
     }
     return Reading(arguments, query)
 
