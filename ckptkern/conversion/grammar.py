@@ -128,8 +128,7 @@ class Grammar(Steps):
             one_more, normed = map(self.strip, pair)
             if self.norm(normed) is None:
                 return None
-            is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
-            if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
+            if not one_more.is_function("add", of=1):
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
             arguments["norm_scale"], node = Computed(one_more.inputs[0], True), normed
         return None if self.norm(node) is None else (self.norm_arguments(node) | arguments, self.input_of(node))
