@@ -124,14 +124,14 @@ def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
 def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
     """Changes the scales of low-rank updates for a while. Yields whether there are any."""
     held = {scale: getattr(module.get_submodule(scale.path), SCALING) for scale in templates(template, Scale)}
-    before = {scale: scales[scale.adapter] for scale, scales in held.items()}
+    before = [dict(scales) for scales in held.values()]
     for i, (scale, scales) in enumerate(held.items()):
-        scales[scale.adapter] = (1.5 + i) * before[scale]
+        scales[scale.adapter] *= 1.5 + i
     try:
         yield bool(held)
     finally:
-        for scale, scales in held.items():
-            scales[scale.adapter] = before[scale]
+        for scales, was in zip(held.values(), before, strict=True):
+            scales.update(was)
 
 
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
@@ -159,8 +159,11 @@ def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Argume
     kind = tuple if isinstance(template, tuple) else type(template)
     values = template if kind is dict else dict(enumerate(template))
     live = [(name, get) for name, value in values.items() if (get := getter(module, value))]
-    paths = {name: switch_of(module, value) for name, value in values.items() if isinstance(value, Update)}
-    switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
+    switches = {
+        name: module.get_submodule(path)
+        for name, value in values.items()
+        if isinstance(value, Update) and (path := switch_of(module, value)) is not None
+    }
     return Arguments(values, live, kind, switches)
 
 

@@ -392,11 +392,11 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
     leaf.training = was
     if identity is None or dropped is None or dropped.shape != x.shape or not torch.equal(identity, x):
         return None
-    kept = (dropped[:, :1, :1] != 0).to(x.dtype)
-    share = 1 - float(kept.mean())  # of dropped samples
+    passed = (dropped[:, :1, :1] != 0).to(x.dtype)
+    share = 1 - float(passed.mean())  # of dropped samples
     for attribute, p in leaf.__dict__.items():
         is_near = isinstance(p, float) and 0 < p < 1 and share > 0 and abs(share - p) < 0.1
-        if is_near and same(dropped, (kept / (1 - p)).expand_as(x)):
+        if is_near and same(dropped, (passed / (1 - p)).expand_as(x)):
             return Probability(path, attribute, p)
     return None
 
