@@ -124,14 +124,14 @@ def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
 def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
     """Changes the scales of low-rank updates for a while. Yields whether there are any."""
     held = {scale: getattr(module.get_submodule(scale.path), SCALING) for scale in templates(template, Scale)}
-    before = {scale: scales[scale.adapter] for scale, scales in held.items()}
+    before = [dict(scales) for scales in held.values()]
     for i, (scale, scales) in enumerate(held.items()):
-        scales[scale.adapter] = (1.5 + i) * before[scale]
+        scales[scale.adapter] *= 1.5 + i
     try:
         yield bool(held)
     finally:
-        for scale, scales in held.items():
-            scales[scale.adapter] = before[scale]
+        for scales, was in zip(held.values(), before, strict=True):
+            scales.update(was)
 
 
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
@@ -156,11 +156,14 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
 
 
 def arguments_getter(module: nn.Module, template: dict | tuple | list) -> Arguments:
-    kind = next(kind for kind in (dict, tuple, list) if isinstance(template, kind))
+    kind = tuple if isinstance(template, tuple) else type(template)
     values = template if kind is dict else dict(enumerate(template))
     live = [(name, get) for name, value in values.items() if (get := getter(module, value))]
-    paths = {name: switch_of(module, value) for name, value in values.items() if isinstance(value, Update)}
-    switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
+    switches = {
+        name: module.get_submodule(path)
+        for name, value in values.items()
+        if isinstance(value, Update) and (path := switch_of(module, value)) is not None
+    }
     return Arguments(values, live, kind, switches)
 
 
@@ -171,8 +174,8 @@ _TABLES = WeakTensorKeyDictionary()
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
     """Returns an argument in the form that the op reads: "" unchanged, "t" transposed, "+1" plus one.
 
-    Masks: "columns" and "last columns" take the first or last `length` columns; "all heads" adds the dimension of heads to [B,
-    S] of keys or [B, S, S] of rows and keys.
+    Masks: "last columns" takes the last `length` columns; "all heads" adds the dimension of heads to [B, S] of keys or
+    [B, S, S] of rows and keys.
     Rotary tables, [..., 1, S, R] or [B, S, 1, R], cut to `length` rows: "table" unchanged; "twice", "each twice" and
     "sublayers" repeat columns that are stored once, or in another order than the op's; "real" and "imag" take a part of a
     complex table [..., S, R / 2].
@@ -181,8 +184,8 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
         return tensor
     if form in ("t", "+1"):
         return tensor.t() if form == "t" else tensor + 1
-    if form in ("columns", "last columns"):
-        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
+    if form == "last columns":
+        return tensor[..., -length:]
     if form == "all heads":
         return tensor[:, None, None] if tensor.dim() == 2 else tensor[:, None]
     if (

@@ -5,8 +5,8 @@ k."""
 from __future__ import annotations
 
 import inspect
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from .core import Core, read_core
 from .reading import (
     VIEWS,
     Argument,
+    Choices,
     Layer,
+    Norm,
     Reading,
     Steps,
     Weight,
@@ -47,13 +49,11 @@ ROTATING = (
 class Projection:
     """Lists what lies between an operand of core attention and the linear layers that it comes from."""
 
-    linears: tuple[Node, ...] = ()
-    norms: tuple[Node, ...] = ()
-    outside: tuple[Node, ...] = ()  # arguments and other tensors on the way: rotary tables
-    from_first_row: bool = True  # views of these begin at their first row
+    linears: dict[Node, Layer] = field(default_factory=dict)
+    norms: dict[Node, Norm] = field(default_factory=dict)
+    tables: dict[Node, bool] = field(default_factory=dict)  # of rotary embeddings: is each read from its first row?
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
-    unit: bool = False  # rows have length 1: torch's normalize
 
 
 def read_attention(steps: Steps, node: Node) -> Reading:
@@ -67,74 +67,49 @@ def read_attention(steps: Steps, node: Node) -> Reading:
         if sigmoid.is_function("sigmoid") or isinstance(steps.leaf(sigmoid), nn.Sigmoid):
             gate, inner = steps.input_of(sigmoid), steps.strip(o)  # o * sigmoid(linear(x))
             break
-    core, k = read_core(steps, inner), Projection()
-    q, v = (projection(steps, operand, Projection()) for operand in (core.query, core.value))
-    for part in joined_of(steps, core.key):
-        k = projection(steps, part, k)
-    if v.norms or v.outside or v.factor != 1.0 or v.unit:
+    core = read_core(steps, inner)
+    q, k, v = (projection(steps, nodes) for nodes in ([core.query], joined_of(steps, core.key), [core.value]))
+    if v.norms or v.tables or v.factor != 1.0:
         raise Unreadable("v is changed between its projection and core attention")
-    kv_a = [linear for linear in k.linears if linear not in v.linears]
-    if gate is None and len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2:
-        if q.norms or k.norms:
-            raise Unreadable("q or k of latent attention is changed between its projection and core attention")
-        if len(core.query.shape) != 4:
-            raise Unreadable(
-                f"latent attention has queries {list(core.query.shape)}, which do not show the number of heads"
-            )
-        arguments, x = _latent_projections(steps, q.linears[0], kv_a[0], v.linears[0], out)
-        arguments["num_heads"], choices = core.query.shape[1], []
+    latents = [layer for linear, layer in k.linears.items() if linear not in v.linears]
+    if gate is None and len(q.linears) == len(v.linears) == len(latents) == 1 and len(k.linears) == 2:
+        arguments, x, choices = _latent_projections(steps, core, q, *latents, v, out)
     else:
         arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
-        arguments |= _norms(steps, core, q, k)
     rotary = rotary_of(steps, q, k)
-    factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
-    arguments |= (
-        {"out_weight": out.weight, "out_bias": out.bias}
-        | core.options
-        | rotary[0]
-        | {"scale": core.scale * factor}
-        | _masks(steps, core.masks, sliced="key_value" not in arguments)
-    )
+    arguments |= core.options | rotary[0] | {"scale": core.scale * q.factor * k.factor} | _masks(steps, core.masks)
     return Reading(arguments, x, [*choices, rotary])
 
 
 # -- projections and what follows them
 
 
-def projection(steps: Steps, node: Node, result: Projection, apart: bool = False) -> Projection:
-    """Adds all linear layers behind a node to `result`, with the norms, outside tensors and factors on the way, and returns
-    it. apart: no linear layer is behind the node."""
-    view, node = node, steps.strip(node)
-    if steps.linear_of(node) is not None:
-        if node not in result.linears:
-            steps.layers_read += 1
-            result.linears += (node,)
-        return result
-    if node.kind in ("argument", "constant", "parameter"):
-        if node not in result.outside:
-            result.outside += (node,)
-        result.from_first_row &= _from_first_row(view)
-        return result
-    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
-    is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
-    if steps.norm(node) is not None:
-        if node not in result.norms:
-            result.norms += (node,)
-    elif node.is_function("normalize") and is_unit:
-        result.unit = True
-    elif not node.is_function(*ROTATING):
-        raise steps.refuse("an unsupported step between projection and core attention:", node)
-    elif (factor := steps.factor(node)) is not None:
-        result.factor *= factor
-    result.is_complex |= node.is_function("view_as_complex")
-    for operand in node.inputs:
-        if apart or _reads_linear(steps, operand):
-            result = projection(steps, operand, result, apart)
+def projection(steps: Steps, views: list[Node]) -> Projection:
+    """Returns all linear layers behind these nodes, with the norms, tables and factors on the way. Raises Unreadable."""
+    result, seen = Projection(), set()
+    while views:
+        view, *views = views
+        node = steps.strip(view)
+        if not _reads_linear(steps, node):
+            for table, is_first in _tables(steps, view).items():
+                result.tables[table] = is_first and result.tables.get(table, True)
             continue
-        try:
-            result = projection(steps, operand, replace(result), True)
-        except Unreadable:
-            result.outside += (operand,)  # a table that is computed
+        if node in seen:
+            continue
+        seen.add(node)
+        if (layer := steps.linear_of(node)) is not None:
+            steps.layers_read += 1
+            result.linears[node] = layer
+        elif (norm := steps.norm(node)) is not None:
+            result.norms[node] = norm
+            views = [node.inputs[0], *views]
+        elif not node.is_function(*ROTATING):
+            raise steps.refuse("an unsupported step between projection and core attention:", node)
+        else:
+            number, behind = steps.scaled(node)
+            result.factor *= number
+            result.is_complex |= node.is_function("view_as_complex")
+            views = [*(node.inputs if behind is node else [behind]), *views]
     return result
 
 
@@ -142,6 +117,22 @@ def _reads_linear(steps: Steps, node: Node) -> bool:
     return steps.linear_of(steps.strip(node)) is not None or any(
         _reads_linear(steps, operand) for operand in node.inputs
     )
+
+
+def _tables(steps: Steps, view: Node) -> dict[Node, bool]:
+    """Returns the arguments and other tensors that are rotated or joined to this one, and whether each is read from its
+    first row; the node itself if it is computed otherwise."""
+    tables, views = {}, [view]
+    while views:
+        part, *views = views
+        node = steps.strip(part)
+        if node.kind in ("argument", "constant", "parameter"):
+            tables[node] = _from_first_row(part) and tables.get(node, True)
+        elif node.is_function(*ROTATING):
+            views = [*node.inputs, *views]
+        else:
+            return {view: True}
+    return tables
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -153,48 +144,57 @@ def _alike(a: Any, b: Any) -> bool:
     return same and all(map(_alike, ours, theirs))
 
 
-def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
+def _projections(
+    steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None
+) -> tuple[dict[str, Any], Node, Choices]:
     """Returns (arguments, the node that the projections read, choices). Raises Unreadable."""
     if any(len(part.linears) != 1 for part in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
-    nodes = [part.linears[0] for part in (q, k, v)]
-    layers = [steps.linear(node, "a projection") for node in nodes]
-    crossing = _crossing(*(layer.input for layer in layers))
+    nodes, layers = map(list, zip(*(item for part in (q, k, v) for item in part.linears.items()), strict=True))
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
-    gated = {}
+    arguments, others = _crossing(*(layer.input for layer in layers)) | _norms(q, k), {"out": out}
     if gate is nodes[0]:
-        if gate in nodes[1:]:
-            raise Unreadable("an output gate shares one projection with q and k or v")
-        gated, rows = {"gate_in_query": True}, rows // 2
+        arguments["gate_in_query"], rows = True, rows // 2
     elif gate is not None:
-        layer = steps.linear(gate, "the input of an output gate")
-        if layer.update is not None:
-            raise Unreadable("an output gate has a low-rank update")
-        if layer.input is not x:
+        others["gate"] = steps.linear(gate, "the input of an output gate")
+        if others["gate"].input is not x:
             raise Unreadable("an output gate and q's projection read different tensors")
-        gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
         # a matmul of [B H, S, D] does not show the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
-        H_kv, rest = divmod(rows // D - H, 2)
-        if rows % D or rest or H_kv < 1:
-            raise Unreadable(f"a packed projection has {rows} rows, which do not fit {H} heads of {D}")
-        arguments = layers_as(qkv=layers[0], out=out)
-        choices = [[{}, {"qkv_layout": "heads"}]]
-        return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
+        arguments |= layers_as(qkv=layers[0], **others) | {"num_heads": H, "num_kv_heads": (rows // D - H) // 2}
+        return arguments, x, [[{}, {"qkv_layout": "heads"}]]
     if nodes[1] is nodes[2]:  # q, and k with v
         layers[1:] = layers[1].rows(0, 2), layers[1].rows(1, 2)
-    biases = [layer.bias for layer in layers]
-    arguments = {
-        "qkv_weight": [layer.weight for layer in layers],
-        "qkv_bias": biases if any(b is not None for b in biases) else None,
-        "num_heads": rows // D,
-        "num_kv_heads": layers[1].out_features // D,
-        **crossing,
-        **gated,
-        **updates(**dict(zip("qkv", layers, strict=True)), out=out),
-    }
-    return arguments, x, []
+    arguments |= layers_as(**others) | updates(**dict(zip("qkv", layers, strict=True)), **others)
+    arguments["qkv_weight"], arguments["qkv_bias"] = (
+        [layer.weight for layer in layers],
+        [layer.bias for layer in layers],
+    )
+    return arguments | {"num_heads": rows // D, "num_kv_heads": layers[1].out_features // D}, x, []
+
+
+def _latent_projections(
+    steps: Steps, core: Core, q: Projection, latent: Layer, v: Projection, out: Layer
+) -> tuple[dict[str, Any], Node, Choices]:
+    """Returns what `_projections` does, if k and v are projected from a latent, and maybe q from another. Raises
+    Unreadable."""
+    (q_layer,), (kv_b,), x = q.linears.values(), v.linears.values(), latent.input
+    layers, arguments = {"q": q_layer, "kv_b": kv_b, "out": out}, {"num_heads": core.query.shape[1]}
+    for name, reader in (("kv_a", kv_b), ("q_a", q_layer)):
+        node = reader.input
+        if node is x:
+            continue
+        if (norm := steps.norm(node)) is not None:
+            arguments[f"{name}_norm_weight"], node = norm.weight, steps.input_of(node)
+            if arguments.setdefault("latent_norm_eps", norm.eps) != norm.eps:
+                raise Unreadable("the norms of latents differ in their epsilon")
+        layers[name] = steps.linear(node, "a latent")
+        if layers[name].input is not x:
+            raise Unreadable("the latents are projected from different tensors")
+    if layers.get("kv_a") != latent:
+        raise Unreadable("k and v are not projected from one latent")
+    return arguments | layers_as(**layers), x, []
 
 
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
@@ -208,59 +208,37 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     return {"key_value": Argument(key.source)}
 
 
-def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, Any]:
-    if q.unit or k.unit or core.head_scale is not None:
-        # rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)
-        if not (q.unit and k.unit) or q.norms or k.norms:
-            raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
-        _, H, _, D = core.query.shape
-        factor = ones = call(torch.ones, D, device=torch.device("cpu"))
-        if core.head_scale is not None:
-            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D)
-        # normalize divides by 1e-12 at least, so that a row of zeros is zero
-        return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
-    if not q.norms and not k.norms:
+def _norms(q: Projection, k: Projection) -> dict[str, Any]:
+    norms = [*q.norms.values(), *k.norms.values()]
+    if not norms:
         return {}
-    if len(q.norms) != 1 or len(k.norms) != 1:
-        raise Unreadable("q and k do not have one norm each")
-    norms = [steps.norm(part.norms[0]) for part in (q, k)]
-    if norms[0].kind != norms[1].kind or norms[0].eps != norms[1].eps:
-        raise Unreadable(f"q and k have different norms: {norms[0]} and {norms[1]}")
-    if any(norm.weight is None for norm in norms):
-        raise Unreadable("the norms of q and k have no weight")
+    if len(q.norms) != 1 or len(k.norms) != 1 or norms[0].eps != norms[1].eps:
+        raise Unreadable("q and k do not have one norm each, with one epsilon")
     pairs = tuple(norm.weight if norm.bias is None else (norm.weight, norm.bias) for norm in norms)
     return {"qk_norm": pairs, "qk_norm_eps": norms[0].eps, "qk_norm_kind": norms[0].kind}
 
 
 def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
     """Returns the arguments by which q and k may be rotated, a dict for each way."""
-    if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
+    tables = [*q.tables]
+    if len(tables) != len(k.tables) or not all(map(_alike, tables, k.tables)):
         raise Unreadable("q and k are rotated by different tensors")
-    if not q.outside:
+    if not tables:
         return [{"rotary": None}]
-    if len(q.outside) == 2 and all(table.kind == "function" and 1 in table.shape[1:3] for table in q.outside):
-        tables = tuple(Computed(call(Tensor.squeeze, table, 1 if table.shape[1] == 1 else 2)) for table in q.outside)
-        return [{"rotary": tables, "rotary_interleaved": interleaved} for interleaved in (False, True)]
-    kinds = [table.kind for table in q.outside]
-    is_complex = q.is_complex and k.is_complex and kinds == ["argument"]
-    if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
-        names = ", ".join(map(steps.describe, q.outside))
+    if len(tables) == 2 and all(table.kind == "function" and 1 in table.shape[1:3] for table in tables):
+        computed = tuple(Computed(call(Tensor.squeeze, table, 1 if table.shape[1] == 1 else 2)) for table in tables)
+        return [{"rotary": computed, "rotary_interleaved": interleaved} for interleaved in (False, True)]
+    if len(tables) != 2 - q.is_complex or any(table.kind not in ("argument", "parameter") for table in tables):
+        names = ", ".join(map(steps.describe, tables))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {names}")
-    if not (q.from_first_row and k.from_first_row):
+    if not all((*q.tables.values(), *k.tables.values())):
         raise Unreadable("rotary tables are not read from their first row")
-    if is_complex:
-        tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
-        return [{"rotary": tables, "rotary_interleaved": True}]
-    forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
-    return [
-        {
-            "rotary": tuple(
-                (Argument if table.kind == "argument" else Weight)(table.source, form) for table in q.outside
-            ),
-            "rotary_interleaved": interleaved,
-        }
-        for form, interleaved in forms
-    ]
+    ways = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
+    forms = [("real", "imag", True)] if q.is_complex else [(form, form, interleaved) for form, interleaved in ways]
+    cos, sin = (
+        partial(Argument if table.kind == "argument" else Weight, table.source) for table in (tables[0], tables[-1])
+    )
+    return [{"rotary": (cos(a), sin(b)), "rotary_interleaved": interleaved} for a, b, interleaved in forms]
 
 
 def _from_first_row(view: Node) -> bool:
@@ -270,7 +248,7 @@ def _from_first_row(view: Node) -> bool:
             keys = leaves_of(view.args[1])
             if any(isinstance(key, int) or (isinstance(key, slice) and key.start not in (None, 0)) for key in keys):
                 return False
-        elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split", "roll"):
+        elif view.is_function("narrow", "select", "chunk", "split", "unbind", "tensor_split"):
             return False
         view = view.inputs[0]
     return True
@@ -280,26 +258,23 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
     """Returns whether the mask is a view of a buffer that is causal as a whole, not only in the rows of this example."""
     while mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
         mask = mask.inputs[0]
-    if mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
+    buffer = dict(steps.module.named_buffers()).get(mask.source) if mask.kind == "parameter" else None
+    if buffer is None or buffer.dim() < 2:
         return False
-    buffer = dict(steps.module.named_buffers()).get(mask.source)
-    if buffer is None:
-        return False
-    hidden = buffer.reshape(-1, *buffer.shape[-2:])
-    hidden = hidden < -1e4 if hidden.is_floating_point() and hidden.min() < 0 else hidden != 0
-    later = torch.ones_like(hidden[0]).triu(1)
-    return bool((hidden == later).all() or (hidden == ~later).all())
+    hidden = buffer < -1e4 if buffer.is_floating_point() and buffer.min() < 0 else buffer != 0
+    later = torch.ones_like(hidden).triu(1)
+    return torch.equal(hidden, later) or torch.equal(hidden, ~later)
 
 
-def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
+def _masks(steps: Steps, seen: list[Node]) -> dict[str, Any]:
     """Returns the arguments attn_mask and is_causal for the masks `seen`, which are added to the scores or hide some.
     Empties `seen`."""
-    pairs, causal = [], False
+    pairs, causal = [], {}
     while seen:
         addend = seen.pop()
         node = steps.strip(addend)
         if is_causal_buffer(steps, addend):
-            causal = True
+            causal = {"is_causal": True}
         elif node.is_function("add", of=2):
             seen += node.inputs
         elif node.is_function("where", of=2) and len(node.args) == 3:
@@ -308,40 +283,28 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
             if steps.strip(condition).kind == "argument":
                 seen.append(condition)
             else:
-                causal = True  # a guess, which must hold for another length too
+                causal = {"is_causal": True}  # a guess, which must hold for another length too
         else:
             alike = any(len(mask.shape) < 3 or mask.shape[-3] == 1 for mask in (addend, node))  # it may be expanded
-            pairs.append((alike, _mask(steps, addend, sliced)))
-    if len(pairs) > 2:  # computed masks are added up: those that are equal in all heads, and the others
-        if any(isinstance(mask, Argument) for _, mask in pairs):
-            raise Unreadable(f"{len(pairs)} masks are added")
-        sums: dict[bool, Node] = {}
-        for alike, mask in pairs:
-            sums[alike] = call(torch.add, sums[alike], mask.node) if alike in sums else mask.node
-        pairs = [(alike, Computed(node)) for alike, node in sums.items()]
+            pairs.append((alike, _mask(steps, addend)))
     # of two masks the first may be trained: that is a bias, which differs from head to head
     masks = [mask for _, mask in sorted(pairs, key=lambda pair: pair[0])]
-    arguments = {"is_causal": True} if causal else {}
-    return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
+    return causal | {"attn_mask": tuple(masks) if len(masks) > 1 else next(iter(masks), None)}
 
 
-def _mask(steps: Steps, seen: Node | None, sliced: bool) -> Argument | Computed | None:
-    """Returns a mask as an argument of the call, in the form in which it is viewed, or as a computed tensor. sliced: the
-    mask may have more columns than there are keys."""
+def _mask(steps: Steps, seen: Node | None) -> Argument | Computed | None:
+    """Returns a mask as an argument of the call, in the form in which it is viewed, or as a computed tensor."""
     if seen is None:
         return None
     mask = steps.strip(seen)
     if mask.kind != "argument":
         return Computed(seen)
-    shape = tuple(mask.shape)
-    wanted = tuple(seen.shape)
-    if (1,) * (len(wanted) - len(shape)) + shape == wanted and (len(shape) != 2 or shape[0] != 1):
+    shape, wanted = tuple(mask.shape), tuple(seen.shape)
+    is_broadcast = all(size in (1, other) for size, other in zip(shape[::-1], wanted[::-1], strict=False))
+    if is_broadcast and (len(shape) != 2 or shape[0] != 1):
         return Argument(mask.source)
-    if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
-        return Argument(mask.source, "columns")
-    keys = leaves_of(seen.args[1]) if seen.is_function("__getitem__") and seen.inputs[0] is mask else [None]
-    is_shorter = sliced and shape[:-1] == wanted[:-1] and wanted[-1] < shape[-1]
-    if is_shorter and keys[-1] == slice(shape[-1] - wanted[-1], None):
+    is_cut = seen.is_function("__getitem__") and seen.inputs[0] is mask and shape[:-1] == wanted[:-1]
+    if is_cut and leaves_of(seen.args[1])[-1] == slice(shape[-1] - wanted[-1], None):
         return Argument(mask.source, "last columns")
     if len(shape) in (2, 3) and wanted == (shape[0], *(1,) * (4 - len(shape)), *shape[1:]):
         return Argument(mask.source, "all heads")
@@ -357,11 +320,8 @@ def _of_module(steps: Steps, node: Node) -> Reading:
     call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
         raise Unreadable("nn.MultiheadAttention is called with need_weights, or is not batch_first")
-    if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
-        raise Unreadable("nn.MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn")
     query, key, value = (steps.strip(call[name]) for name in ("query", "key", "value"))
-    crossing = _crossing(query, key, value)
-    masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
+    masks = {name: _mask(steps, call.get(name)) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
@@ -373,12 +333,11 @@ def _of_module(steps: Steps, node: Node) -> Reading:
         "out_weight": Weight(f"{path}.out_proj.weight"),
         "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
         "num_heads": module.num_heads,
-        "scale": 1 / math.sqrt(module.head_dim),
         "mask_is_exclusion": True,
         "is_causal": bool(call.get("is_causal", False)),
         "dropout_p": in_training(module.dropout),
         **masks,
-        **crossing,
+        **_crossing(query, key, value),
     }
     return Reading(arguments, query)
 
@@ -387,10 +346,8 @@ EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
 def joined_of(steps: Steps, node: Node) -> list[Node]:
-    """Returns the tensors that a tensor is joined from, by a cat or by writes into parts of an empty tensor."""
+    """Returns the tensors that were written into parts of an empty tensor; the tensor itself if it was not made so."""
     node = steps.strip(node)
-    if node.is_function("cat"):
-        return node.inputs
     before, write = node.written or (None, node)
     if before is None and not node.is_function("__setitem__"):
         return [] if node.is_function(*EMPTY) else [node]
@@ -398,39 +355,3 @@ def joined_of(steps: Steps, node: Node) -> list[Node]:
         raise steps.refuse("a part of k is changed by", write)
     place, value = write.inputs
     return [*joined_of(steps, place if before is None else before), value]
-
-
-def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Layer) -> tuple[dict[str, Any], Node]:
-    """Returns (arguments, the node that the projections read). Raises Unreadable."""
-    layers = {
-        "q": steps.linear(q, "q"),
-        "kv_a": steps.linear(kv_a, "the latent"),
-        "kv_b": steps.linear(kv_b, "k and v"),
-    }
-    x, norms = layers["kv_a"].input, {}
-
-    def before_norm(name: str, node: Node) -> Node:
-        """Returns what the norm of this latent reads, or the node itself if there is no norm."""
-        if (norm := steps.norm(node)) is None:
-            return node
-        norms[name] = norm
-        return steps.input_of(node)
-
-    if (latent := before_norm("kv_a", layers["kv_b"].input)) is not kv_a:
-        raise steps.refuse("k and v are not projected from a latent but from", latent)
-    if layers["q"].input is not x:
-        layers["q_a"] = steps.linear(before_norm("q_a", layers["q"].input), "the latent of q")
-        if layers["q_a"].input is not x:
-            raise Unreadable("the latents are projected from different tensors")
-    if any(layer.update is not None for layer in (*layers.values(), out)):
-        raise Unreadable("latent attention has low-rank updates")
-    arguments = layers_as(**layers)
-    for name, norm in norms.items():
-        if norm.kind != "rms" or norm.bias is not None:
-            raise Unreadable("the norm of a latent is not an RMS norm")
-        if norm.weight is None:
-            raise Unreadable("the norm of a latent has no weight")
-        if arguments.setdefault("latent_norm_eps", norm.eps) != norm.eps:
-            raise Unreadable("the norms of latents differ in their epsilon")
-        arguments[f"{name}_norm_weight"] = norm.weight
-    return arguments, x

@@ -7,6 +7,7 @@ The steps are a small part of the trace. Each call runs them on its own argument
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -108,74 +109,6 @@ def live(value: Any, module: nn.Module, call: Inputs) -> Any:
     return value.of(call.x) if isinstance(value, FromInput) else value
 
 
-class Resolver:
-    """Turns the computed nodes of a reading into steps. x: the index of the op's input, which no step may read; followed:
-    values that follow the input, None if unknown."""
-
-    def __init__(self, module: nn.Module, x: int, followed: Followed | None):
-        self.module, self.x, self.followed = module, x, followed
-        self.steps: dict[int, Step] = {}
-        self.free: dict[Node, bool] = {}  # whether a node is free of the input
-
-    def is_free(self, node: Node) -> bool:
-        """Returns whether the node is computed without the input, as far as the trace shows."""
-        if node not in self.free:
-            # an unknown function has changed memory that the node shares
-            is_known = node.kind != "function" or node.function is not None
-            is_input = node.kind == "argument" and node.source == self.x
-            self.free[node] = is_known and not is_input and all(map(self.is_free, node.inputs))
-        return self.free[node]
-
-    def value(self, node: Node) -> Result | Argument | Weight:
-        if not self.is_free(node):
-            raise Unreadable("a scale, a gate or a bias is computed from the input")
-        if node.kind == "argument":
-            return Argument(node.source)
-        if node.kind == "parameter":
-            return Weight(node.source)
-        if node.kind == "constant":
-            raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
-        for outer in reversed(node.calls):  # the largest part that does not read the input
-            count = len(self.steps)
-            try:
-                return self.step(outer)
-            except Unreadable:
-                for at in list(self.steps)[count:]:
-                    del self.steps[at]
-        if node.kind == "function" and (is_in_place(node.source) or node.kwargs.get("out") is not None):
-            raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
-        return self.step(node)
-
-    def step(self, call: Node) -> Result:
-        """Adds the step of this call, and returns its Result."""
-        of = call.source if call.kind == "module" else call.function
-        inner = self.module.get_submodule(of).modules() if of is call.source else ()
-        own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
-        if tensors_in(own):  # an earlier part of a forward may have set them
-            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are not buffers")
-        if call.at not in self.steps:
-            leaves = [self.leaf(leaf, call.at, i) for i, leaf in enumerate(call.leaves)]
-            if len(self.steps) >= LARGEST:
-                raise Unreadable("a scale, a gate or a bias takes too many calls")
-            args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
-            self.steps[call.at] = Step(of, args, kwargs, call.apart)
-        return Result(call.at, call.output)
-
-    def leaf(self, value: Any, at: int, place: int) -> Any:
-        if isinstance(value, Node):
-            return self.value(value)
-        if isinstance(value, torch.device):
-            return FromInput("device")
-        if self.followed is None and type(value) in (torch.dtype, int):
-            raise Unreadable(
-                "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
-            )
-        follows = (self.followed or {}).get((at, place), value)
-        if follows is None and value is not None:
-            raise Unreadable(f"a scale, a gate or a bias is computed with {value}, which depends on the input")
-        return follows
-
-
 def call(function: Callable, *args: Any, shape: Iterable[int] = (), **kwargs: Any) -> Node:
     """Returns a node of a function that the trace has not seen. Numbers among its arguments keep their present values."""
     node = Node("function", function.__name__, torch.Size(shape), args, kwargs, function=function)
@@ -208,11 +141,70 @@ def following(before: list[list[Any]], after: list[list[Any]], B: int, times: in
 
 
 def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
-    """Turns all computed nodes of the reading into steps, in one dict. Raises Unreadable for a node that cannot run again."""
-    resolver = Resolver(module, reading.x, followed)
+    """Turns all computed nodes of the reading into steps, in one dict. followed: values that follow the input, None if
+    unknown. Raises Unreadable for a node that cannot run again, such as one that reads the op's input."""
+    steps: dict[int, Step] = {}
+
+    @functools.cache
+    def is_free(node: Node) -> bool:
+        """Returns whether the node is computed without the input, as far as the trace shows."""
+        # an unknown function has changed memory that the node shares
+        is_known = node.kind != "function" or node.function is not None
+        is_input = node.kind == "argument" and node.source == reading.x
+        return is_known and not is_input and all(map(is_free, node.inputs))
+
+    def value_of(node: Node) -> Result | Argument | Weight:
+        if not is_free(node):
+            raise Unreadable("a scale, a gate or a bias is computed from the input")
+        if node.kind == "argument":
+            return Argument(node.source)
+        if node.kind == "parameter":
+            return Weight(node.source)
+        if node.kind == "constant":
+            raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
+        for outer in reversed(node.calls):  # the largest part that does not read the input
+            count = len(steps)
+            try:
+                return step_of(outer)
+            except Unreadable:
+                for at in list(steps)[count:]:
+                    del steps[at]
+        if node.kind == "function" and (is_in_place(node.source) or node.kwargs.get("out") is not None):
+            raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
+        return step_of(node)
+
+    def step_of(call: Node) -> Result:
+        """Adds the step of this call, and returns its Result."""
+        of = call.source if call.kind == "module" else call.function
+        inner = module.get_submodule(of).modules() if of is call.source else ()
+        own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
+        if tensors_in(own):  # an earlier part of a forward may have set them
+            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are not buffers")
+        if call.at not in steps:
+            leaves = [leaf_of(leaf, (call.at, i)) for i, leaf in enumerate(call.leaves)]
+            if len(steps) >= LARGEST:
+                raise Unreadable("a scale, a gate or a bias takes too many calls")
+            args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
+            steps[call.at] = Step(of, args, kwargs, call.apart)
+        return Result(call.at, call.output)
+
+    def leaf_of(value: Any, place: tuple[int, int]) -> Any:
+        if isinstance(value, Node):
+            return value_of(value)
+        if isinstance(value, torch.device):
+            return FromInput("device")
+        if followed is None and type(value) in (torch.dtype, int):
+            raise Unreadable(
+                "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
+            )
+        follows = (followed or {}).get(place, value)
+        if follows is None and value is not None:
+            raise Unreadable(f"a scale, a gate or a bias is computed with {value}, which depends on the input")
+        return follows
+
     for computed in templates([reading.arguments, reading.choices], Computed):
         if computed.node is not None:
-            computed.value, computed.steps, computed.node = resolver.value(computed.node), resolver.steps, None
+            computed.value, computed.steps, computed.node = value_of(computed.node), steps, None
 
 
 def conditions(template: Any) -> list[int]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .computed import FromInput, call
+from .computed import call
 from .masks import causal_attention, window_of
 from .reading import Steps, Weight, in_training
 from .trace import Node
@@ -18,12 +16,11 @@ CALLS = {  # functions that are core attention, with the names of their argument
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
     "causal_attention": tuple(inspect.signature(causal_attention).parameters),
 }
+MATMULS = ("matmul", "bmm", "baddbmm")
 
 
-@dataclass
-class Core:
-    """Describes softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other
-    arguments of the op, by name; sinks: a parameter, which becomes one of the options."""
+class Core(NamedTuple):
+    """Describes softmax(q k^T scale + mask) v as the module calls it. options: other arguments of the op, by name."""
 
     query: Node
     key: Node
@@ -31,32 +28,22 @@ class Core:
     masks: list[Node]
     scale: float
     options: dict[str, Any]
-    head_scale: Node | None = None
-    sinks: Node | None = None
 
 
 def read_core(steps: Steps, node: Node) -> Core:
-    if node.kind == "function" and node.source in CALLS:
-        call = node.called_with(*CALLS[node.source])
-        query, key, value, mask, scale = (call.get(name) for name in ("query", "key", "value", "attn_mask", "scale"))
-        options = {
-            "dropout_p": in_training(call.get("dropout_p", 0.0)),
-            "is_causal": bool(call.get("is_causal", False)),
-        }
-        if call.get("window") is not None:
-            options["window_size"] = window_of(call["window"])
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        core = Core(query, key, value, [] if mask is None else [mask], scale, options, sinks=call.get("sinks"))
-    elif node.is_function("matmul", "bmm"):
-        core = _written_out(steps, node)
-    else:
+    if node.is_function("matmul", "bmm"):
+        return _written_out(steps, node)
+    if node.kind != "function" or node.source not in CALLS:
         raise steps.refuse("core attention expected, found", node)
-    if core.sinks is not None:
-        sinks = steps.strip(core.sinks)
-        if sinks.kind != "parameter" or len(sinks.shape) != 1:
-            raise steps.refuse("attention's sinks must be a parameter with a number for each head, found", sinks)
-        core.options["sinks"] = Weight(sinks.source)
-    return core
+    call = node.called_with(*CALLS[node.source])
+    query, mask, scale, sinks = call["query"], *(call.get(name) for name in ("attn_mask", "scale", "sinks"))
+    options = {"dropout_p": in_training(call.get("dropout_p", 0.0)), "is_causal": bool(call.get("is_causal", False))}
+    if call.get("window") is not None:
+        options["window_size"] = window_of(call["window"])
+    if sinks is not None:
+        options["sinks"] = _sinks(steps, sinks)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Core(query, call["key"], call["value"], [] if mask is None else [mask], scale, options)
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
@@ -65,22 +52,23 @@ def _written_out(steps: Steps, node: Node) -> Core:
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
         raise steps.refuse("a softmax expected as the left operand of a matmul, found", weights)
-    scores, sinks = steps.input_of(weights), None
+    scores, masks, scale, options = steps.input_of(weights), [], 1.0, {"is_causal": False}
     if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
-        whole, largest = (steps.strip(operand) for operand in scores.inputs)
-        largest = steps.input_of(largest) if largest.is_function("detach") else largest
+        whole, largest = map(steps.strip, scores.inputs)
         if largest.is_function("max", "amax") and steps.input_of(largest) is whole:
             scores = whole
     if scores.is_function("cat", of=2):
-        scores, sinks = steps.input_of(scores), scores.inputs[1]
-    masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
-    while not scores.is_function("matmul", "bmm", "baddbmm"):
-        if scores.is_function("add", of=2):
-            a, b = scores.inputs
-            if not _is_of_matmul(a):
-                a, b = b, a
-            scores = steps.strip(a)
-            masks.append(_over_windows(b, a.shape))
+        options["sinks"], scores = _sinks(steps, scores.inputs[1]), steps.input_of(scores)
+    while not scores.is_function(*MATMULS):
+        number, behind = steps.scaled(scores)
+        if behind.is_function("tanh") and "softcap" not in options:
+            options["softcap"], scores = number, steps.input_of(behind)
+        elif behind is not scores:
+            scale, scores = scale * number, behind
+        elif scores.is_function("add", of=2):
+            scores, mask = sorted(scores.inputs, key=_is_of_matmul, reverse=True)
+            scores = steps.strip(scores)
+            masks.append(mask)
         elif scores.is_function("where", of=2) and len(scores.args) == 3:
             masks.append(scores.inputs[0])
             scores = steps.strip(scores.inputs[1])
@@ -88,46 +76,27 @@ def _written_out(steps: Steps, node: Node) -> Core:
             masks.append(scores.inputs[1])
             options["mask_is_exclusion"] = True
             scores = steps.input_of(scores)
-        elif (number := steps.factor(scores)) is not None:
-            scores = steps.input_of(scores)
-            if "softcap" not in options and scores.is_function("tanh"):
-                options["softcap"], scores = number, steps.input_of(scores)
-            else:
-                scale *= number
-        else:  # a factor [H, 1, 1] for each head
-            H = scores.shape[1] if len(scores.shape) == 4 else 0
-            pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
-            pair = next((nodes for nodes in pairs if nodes[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
-            if pair is None:
-                raise steps.refuse("an unsupported step on attention scores:", scores)
-            head_scale, scores = pair[0], steps.strip(pair[1])
+        else:
+            raise steps.refuse("an unsupported step on attention scores:", scores)
     scale *= options.get("softcap", 1.0)  # tanh reads scores / softcap
     if scores.is_function("baddbmm"):
-        # beta * bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi), whose bias meets [B, H, S, S]
-        how = {"beta": 1, "alpha": 1} | scores.called_with("input", "batch1", "batch2")
-        bias, query, key, shape = how["input"], how["batch1"], how["batch2"], weights.shape
-        bias = call(Tensor.unflatten, bias, 0, (-1, shape[1]), shape=(*shape[:2], *bias.shape[1:]))
-        if how["beta"] != 1:
-            bias = call(torch.mul, bias, how["beta"], shape=bias.shape)
-        masks.append(bias)
-        scale *= float(how["alpha"])
-    else:
-        query, key = scores.inputs
+        # bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi), whose bias meets [B, H, S, S]
+        bias = scores.inputs[0]
+        shape = (*weights.shape[:2], *bias.shape[1:])
+        masks.append(call(Tensor.unflatten, bias, 0, (-1, shape[1]), shape=shape))
+        scale *= scores.kwargs.get("alpha", 1.0)
     options["dropout_p"] = steps.probability(dropouts)
-    return Core(query, key, value, masks, scale, options, head_scale, sinks)
+    query, key = scores.inputs[-2:]
+    return Core(query, key, value, masks, scale, options)
 
 
-def _over_windows(mask: Node, scores: torch.Size) -> Node:
-    """Returns a mask [1, windows, 1, S, S] of scores [B / windows, windows, H, S, S] as a mask of scores [B, H, S, S]; any
-    other unchanged."""
-    if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
-        return mask
-    images, windows, _, *rows = scores
-    times = FromInput("samples", images, images * windows)
-    whole = call(Tensor.expand, mask, times, -1, -1, -1, -1)
-    return call(Tensor.flatten, whole, 0, 1, shape=(images * windows, 1, *rows))
+def _sinks(steps: Steps, node: Node) -> Weight:
+    sinks = steps.strip(node)
+    if sinks.kind != "parameter" or len(sinks.shape) != 1:
+        raise steps.refuse("attention's sinks must be a parameter with a number for each head, found", sinks)
+    return Weight(sinks.source)
 
 
 def _is_of_matmul(node: Node) -> bool:
     """Returns whether a matmul is behind the node, as behind scores but not behind masks."""
-    return node.is_function("matmul", "bmm", "baddbmm") or any(map(_is_of_matmul, node.inputs))
+    return node.is_function(*MATMULS) or any(map(_is_of_matmul, node.inputs))

@@ -47,9 +47,8 @@ class Grammar(Steps):
             if len(node.inputs) != 1 or node.output:
                 raise self.refuse("an MoE block must take and return one tensor:", node)
             self.layers_read += 1
-            block_arguments = {name: value for name, value in block.arguments.items() if name != "residual"}
             logits_of = block.logits_of and f"{node.source}.{block.logits_of}"
-            return Reading(prefixed(block_arguments, node.source), self.input_of(node), logits_of=logits_of)
+            return Reading(prefixed(block.arguments, node.source), self.input_of(node), logits_of=logits_of)
         down, hidden = self.linear(node, "the branch's end"), []
         h = self.strip(down.input, hidden)
         arguments = {"dropout_p": self.probability(hidden)}
@@ -72,9 +71,7 @@ class Grammar(Steps):
             elif gate_layer.input is not up.input:
                 continue
             orders = [layers_as(gate=gate, up=up, down=down) for gate, up in pairs]
-            return Reading(
-                arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
-            )
+            return Reading(arguments | {"activation": activation} | orders[0], up.input, [orders])
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     # -- sublayers
@@ -99,8 +96,9 @@ class Grammar(Steps):
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """Returns (layer_scale, the node that it scales); None for other nodes."""
-        if (factor := self.factor(node)) is not None:
-            return factor, self.input_of(node)
+        number, behind = self.scaled(node)
+        if behind is not node:
+            return number, behind
         if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
             return weight and (weight, self.input_of(node))
@@ -130,8 +128,7 @@ class Grammar(Steps):
             one_more, normed = map(self.strip, pair)
             if self.norm(normed) is None:
                 return None
-            is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
-            if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
+            if not one_more.is_function("add", of=1):
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
             arguments["norm_scale"], node = Computed(one_more.inputs[0], True), normed
         return None if self.norm(node) is None else (self.norm_arguments(node) | arguments, self.input_of(node))
@@ -216,8 +213,6 @@ class Grammar(Steps):
         attention, cross = self.sublayer(mlp.x, read_attention), None
         if attention.x.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.x, read_attention), attention
-            if "router_weight" in mlp.arguments:
-                raise Unreadable("an MoE layer has cross-attention")
         if attention.x.kind != "argument":
             raise self.refuse("the attention sublayer reads", attention.x)
         return layer_of(attention, mlp, attention.x, cross)
@@ -231,32 +226,23 @@ class Grammar(Steps):
 
     def chain(self, node: Node) -> Reading:
         """Reads act(linear(... act(linear(x)))), with one activation throughout."""
-        weights, biases, activations = [], [], []
+        weights, biases, activations = [], [], set()
         node = self.strip(node)
         while node.kind != "argument":
-            if (match := self.activation(node)) is not None:
-                activations.append(match[0])
-                node = match[1]
-            elif isinstance(self.module, nn.Linear):
-                activations.append("identity")
-            else:
+            match = self.activation(node)
+            if match is None and not isinstance(self.module, nn.Linear):
                 raise self.refuse("an activation expected, found", node)
+            activation, node = match or ("identity", node)
             linear = self.linear(node, "the activation's input")
-            if linear.update is not None:
-                raise Unreadable("a chain of linear layers has a low-rank update")
             weights.insert(0, linear.weight)
             biases.insert(0, linear.bias)
+            activations.add(activation)
             node = linear.input
-        if not weights or len(set(activations)) > 1:
+        if len(activations) != 1:
             raise Unreadable("it is not a chain of linear layers with one activation")
         if len(weights) == 1:
-            arguments = {"weight": weights[0], "bias": biases[0], "activation": activations[0]}
-            return Reading(arguments, node, op="linear_act")
-        if len({bias is None for bias in biases}) > 1:
-            raise Unreadable("only some layers of a chain have a bias")
-        biases = None if biases[0] is None else biases
-        arguments = {"weights": weights, "biases": biases, "activation": activations[0]}
-        return Reading(arguments, node, op="linear_stack")
+            return Reading({"weight": weights[0], "bias": biases[0], "activation": activation}, node, op="linear_act")
+        return Reading({"weights": weights, "biases": biases, "activation": activation}, node, op="linear_stack")
 
 
 def layer_of(

@@ -27,12 +27,12 @@ from ..extras import missing
 from ..nn.activations import activation_of
 from ..ops.dispatch.choices import check_mode, parse_bytes
 from ..ops.experts import LAYERS
-from ..ops.moe import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
+from ..ops.moe import GROUP_SCORES, SCORINGS, SHARED, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
 from .quantized import frozen_of, read_packed
-from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
+from .reading import Argument, Choices, Reading, Scale, Update, Weight, prefixed, same
 from .trace import Call, Unreadable, is_floating, leaves_of, mapped, plain_attributes, tensors_in, trace
 
 ROWS = 1024  # number of random inputs, on which wrong readings of a choice differ
@@ -126,27 +126,31 @@ def routings(
     """Yields every way to score and choose that gives these indices and weights, as arguments of moe_block; their score_bias
     says whether it is used. numbers: candidates for the counts of groups and the factor."""
     order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
-    integers = [n for n in numbers if type(n) is int]
-    counts = [n for n in integers if 1 < n < E and E % n == 0]
-    pairs = [(n, best) for n, best in itertools.product(counts, integers) if 1 <= best < n]
-    groups = [(1, 1, "top2"), *((*pair, score) for pair, score in itertools.product(pairs, GROUP_SCORES))]
+    integers = {n for n in numbers if type(n) is int}
+    groups = [
+        (count, best, score)
+        for count, best, score in itertools.product(integers, integers, GROUP_SCORES)
+        if 1 <= best < count < E and E % count == 0
+    ]
     weights = weights.gather(-1, order.indices).to(torch.float32)
     biases = (None,) if score_bias is None else (None, score_bias)
-    for scoring, bias, (num_groups, top_groups, group_score) in itertools.product(SCORINGS, biases, groups):
+    for scoring, bias, (num_groups, top_groups, group_score) in itertools.product(
+        SCORINGS, biases, [(1, 1, "top2"), *groups]
+    ):
         if k > top_groups * (E // num_groups):
             continue
         how = dict(scoring=scoring, num_groups=num_groups, top_groups=top_groups, group_score=group_score)
         o = SimpleNamespace(top_k=k, routed_scaling_factor=1.0, **how)
         scores = scores_of(logits, o)
-        same = (chosen(scores, bias, o).sort(-1).values == order.values).all(-1)
-        if same.float().mean() < 1 - FEW:
+        alike = (chosen(scores, bias, o).sort(-1).values == order.values).all(-1)
+        if alike.float().mean() < 1 - FEW:
             continue
         for normalize in (True, False):
             o.normalize = normalize
             mine = weights_of(scores, order.values, o).to(torch.float32)
-            ratio = float((weights[same] / mine[same]).median())  # 1, or a number of the block
+            ratio = float((weights[alike] / mine[alike]).median())  # 1, or a number of the block
             factor = next((float(n) for n in (1.0, *numbers) if n and abs(ratio / n - 1) < SAME), None)
-            if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
+            if factor is not None and torch.allclose(weights[alike], factor * mine[alike], rtol=1e-3, atol=1e-6):
                 yield how | dict(normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None)
 
 
@@ -170,25 +174,24 @@ def router_dtype(
 
 
 def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str, Any], Choices]:
-    """Returns (moe_block's arguments of a shared expert, including its part of `lora`; its choices). Raises Unreadable."""
+    """Returns (moe_block's arguments of a shared expert, including its part of `lora`; its choices). The numerical check
+    finds out whether the expert does more. Raises Unreadable."""
     traced = trace(module, ((x,), {}))
     if not isinstance(traced.result, Tensor):
         raise Unreadable("forward returns more than a tensor")
     reading = read(module, traced.node(traced.result))
+    if reading.op != "mlp_block":
+        raise Unreadable(f"a shared expert is {reading.op}, not an MLP alone")
 
     def shared(arguments: dict[str, Any]) -> dict[str, Any]:
         return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
-    arguments = {name: value for name, value in reading.arguments.items() if value is not None}
-    lora, activation = shared(arguments.pop("lora", {})), arguments.pop("activation", None)
-    dropped = [arguments.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
-    if any(p.value if isinstance(p, Probability) else p for p in dropped) or arguments.pop("residual", False):
-        raise Unreadable("a shared expert has dropout or a residual")
-    known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
-    if reading.op != "mlp_block" or arguments.keys() - known:
-        raise Unreadable(f"a shared expert is {reading.op}, not an MLP alone")
-    choices = [[{"activation": activation}], *([shared(answer) for answer in choice] for choice in reading.choices)]
-    return shared(arguments) | {"lora": lora}, choices
+    own = {name: value for name, value in reading.arguments.items() if name in SHARED and value is not None}
+    choices = [
+        [{"activation": reading.arguments["activation"]}],
+        *([*map(shared, choice)] for choice in reading.choices),
+    ]
+    return shared(own) | {"lora": shared(reading.arguments.get("lora", {}))}, choices
 
 
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
@@ -204,8 +207,8 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     logits = F.linear(many.flatten(0, -2), w, b)
     readings = []
     # the plain numbers among the attributes of the block and its router
-    values = [n for owner in (module, module.get_submodule(parts.router)) for n in plain_attributes(owner).values()]
-    numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
+    owners = module, module.get_submodule(parts.router)
+    numbers = [n for owner in owners for n in plain_attributes(owner).values() if type(n) in (int, float)]
     for size in BIAS_SIZES if parts.score_bias else BIAS_SIZES[-1:]:
         vary_choices(module, size)
         bias = dict(module.named_buffers()).get(parts.score_bias)
@@ -228,7 +231,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
     for routing in matches:
         routing["score_bias"] = Weight(parts.score_bias) if routing["score_bias"] else None
     first = returned[0] if isinstance(returned, tuple) else None
-    is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
+    is_logits = isinstance(first, Tensor) and same(first, logits)
     place = next(i for i, value in enumerate(flat) if value is x)
     return Reading(arguments, place, [matches, *choices], parts.router if is_logits else "", "moe_block")
 

@@ -248,20 +248,17 @@ class Steps:
 
     def update(self, node: Node, x: Node) -> Update | None:
         """Reads scale * b(a(dropout(x))); None for other nodes."""
-        node, scale = self.strip(node), 1.0
-        while (factor := self.factor(node)) is not None:
-            scale, node = scale * factor, self.input_of(node)
-        pair = []
-        for _ in "ba":
-            linear = self.linear_leaf(node)
-            if linear is None or linear.bias is not None or linear.weight.form:
-                return None
-            dropouts: list[Probability] = []
-            pair, reader, node = [linear.weight, *pair], node, linear.input
-        if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
+        scale, node = self.scaled(self.strip(node))
+        b = self.linear_leaf(node)
+        a = b and self.linear_leaf(b.input)
+        if a is None or any(layer.bias is not None or layer.weight.form for layer in (a, b)):
+            return None
+        if self.dropout(a.input) is not None and self.masked.setdefault(a.input, b.input) is not b.input:
             raise Unreadable("low-rank updates share one dropout's mask")
-        node = self.strip(node, dropouts)
-        return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
+        dropouts: list[Probability] = []
+        if self.strip(a.input, dropouts) is not x:
+            return None
+        return Update(a.weight, b.weight, self.scale_of(a.weight.path, scale), self.probability(dropouts))
 
     def scale_of(self, path: str, scale: float) -> float | Scale:
         """Returns where a layer of peft holds the scale of the update whose A is at this path; the number itself if none
@@ -275,14 +272,17 @@ class Steps:
                     return Scale(owner, adapter)
         return scale
 
-    def factor(self, node: Node) -> float | None:
-        """Returns the number by which a node multiplies its one tensor; None for other nodes."""
-        if not node.is_function("mul", "div", of=1):
-            return None
-        if len(node.numbers) != 1:
-            raise self.refuse("the factor is not one number:", node)
-        (number,) = node.numbers
-        return 1 / number if node.is_function("div") else float(number)
+    def scaled(self, node: Node) -> tuple[float, Node]:
+        """Returns (the product of the numbers by which this node, and those behind it, multiply one tensor; that tensor's
+        node). A node that multiplies nothing is its own."""
+        product = 1.0
+        while node.is_function("mul", "div", of=1):
+            if len(node.numbers) != 1:
+                raise self.refuse("the factor is not one number:", node)
+            (number,) = node.numbers
+            product *= 1 / number if node.is_function("div") else number
+            node = self.input_of(node)
+        return product, node
 
     def linear(self, node: Node, role: str) -> Layer:
         if (layer := self.linear_of(node)) is None:
@@ -341,13 +341,16 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     x = tensor.new_empty(6, features).normal_() + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
     ways = []
-    for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)):
-        for weight, bias in itertools.permutations((None, None, *own), 2):
-            if len(own) == (weight is not None) + (bias is not None):
-                for kind, form in itertools.product(("layer", "rms"), ("",) if weight is None else ("", "+1")):
-                    like = functools.partial(_normed, kind, own.get(weight), form, own.get(bias), eps)
-                    named = weight and Weight(f"{path}.{weight}", form), bias and Weight(f"{path}.{bias}")
-                    ways.append((like, Norm(kind, *named, eps)))
+    for eps, names, kind, form in itertools.product(
+        dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)),
+        itertools.permutations(own),
+        ("layer", "rms"),
+        ("", "+1"),
+    ):
+        weight, bias = (*names, None, None)[:2]
+        like = functools.partial(_normed, kind, own.get(weight), form, own.get(bias), eps)
+        named = weight and Weight(f"{path}.{weight}", form), bias and Weight(f"{path}.{bias}")
+        ways.append((like, Norm(kind, *named, eps)))
     return first_like(leaf, x, ways)
 
 
@@ -389,11 +392,11 @@ def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | Non
     leaf.training = was
     if identity is None or dropped is None or dropped.shape != x.shape or not torch.equal(identity, x):
         return None
-    is_zero = dropped[:, :1, :1] == 0
-    share = float(is_zero.float().mean())
+    passed = (dropped[:, :1, :1] != 0).to(x.dtype)
+    share = 1 - float(passed.mean())  # of dropped samples
     for attribute, p in leaf.__dict__.items():
-        is_near = isinstance(p, float) and 0 < p < 1 and 0 < share < 1 and abs(share - p) < 0.1
-        if is_near and same(dropped, torch.where(is_zero, 0.0, 1 / (1 - p)).expand_as(dropped)):
+        is_near = isinstance(p, float) and 0 < p < 1 and share > 0 and abs(share - p) < 0.1
+        if is_near and same(dropped, (passed / (1 - p)).expand_as(x)):
             return Probability(path, attribute, p)
     return None
 

@@ -230,7 +230,7 @@ NEAR_MISSES = {
         example=call(1, mask=torch.zeros(1, 6)), fused=True,
     ),
     "a bias of the length": miss(core=biased_by_length),
-    "cosines": miss(core=cosine(normed), fused=True),
+    "cosines": miss(core=cosine(normed)),
     "cosines of q alone": miss(core=cosine(lambda k: k)),
     "longer tables": miss(
         call(2, 5, **tables(12)), rotated=lambda self, q, cos, sin: rotated_by(q, cos[: q.shape[2]], sin[: q.shape[2]]),
