@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -178,6 +176,3 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             is_causal = diagonal == 0
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         return composed(self._composed, query, key, value, *options)
-
-    def _composed(self, *args: Any) -> tuple[Tensor, Tensor | None]:
-        return super().forward(*args)
