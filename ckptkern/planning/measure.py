@@ -36,7 +36,7 @@ from ..conversion.recorder import (
 from ..conversion.trace import Call, mapped, tensors_in
 from ..storage import offload
 from .segments import Segment, Strategy, Workspaces, in_strategies
-from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
+from .table import DOES_NOT_FIT, OWN, Cost, Example, Held, Kind, Measured, Table, total
 from .timing import Clock, Rates, Roofline
 
 # At most ROUNDS rounds of timing. They end after PATIENCE seconds from the fourth round on, and after LONG seconds before it,
@@ -48,10 +48,13 @@ ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
 def held_of(saved: Saved, step: Step) -> Held:
-    """Returns the saved storages by their names in the step. Storages named None are parameters and buffers, and do not
+    """Returns the saved bytes by their names in the step. Storages named None are parameters and buffers, and do not
     count."""
-    shared = {name: nbytes for key, nbytes in saved.items() if (name := step.names.get(key)) is not None}
-    return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
+    held: Held = {}
+    for key, nbytes in saved.items():
+        if (name := step.names.get(key, OWN)) is not None:
+            held[name] = held.get(name, 0) + nbytes
+    return held
 
 
 # -- one region alone
@@ -115,7 +118,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     segment, strategies, alone = kind.first, kind.strategies, Alone(kind.first.module)
     call = mapped(as_input, kind.call)
     device, start = device_of(alone, call), time.perf_counter()
-    kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
+    kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [{}] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
     leaves = [tensor for tensor in (*alone.parameters(), *tensors_in(call)) if tensor.is_leaf]
 
@@ -142,7 +145,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
                     # copied is what stays on the device in the same mode without a store
                     if isinstance(strategies[i].store, offload):
                         here = kind.held[strategies.index(Strategy(strategies[i].mode))]
-                        copied = (here.bytes - kind.held[i].bytes) / rates.host
+                        copied = (total([here]) - total([kind.held[i]])) / rates.host
                     seconds = max(forward.seconds, copied) + max(backward.seconds, copied)
                 flops = forward.flops + backward.flops
                 kind.costs[i] = kind.costs[i]._replace(flops=flops, seconds=seconds)
@@ -201,14 +204,13 @@ def measure(
     }
     fill(table, shown)
     for i, own in numbers.items():  # only regions that the model calls
-        held = []
-        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # one entry per strategy
-            held_by_calls = []
-            for called, alone in zip(recorded.calls[i], of_calls, strict=True):
-                if not called.hidden:
-                    named = [called.names[tuple(place)] for _, *place in alone.shared]
-                    held_by_calls.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
-            held.append(joined(held_by_calls))
+        held: list[Held] = [{} for _ in strategies[i]]
+        for j, called in enumerate(recorded.calls[i]):
+            for w, alone in enumerate(table.kinds[own[j]].held if not called.hidden else ()):
+                for name, nbytes in alone.items():
+                    name, nbytes = ((i, j, w), nbytes) if name == OWN else called.names[name[1:]]
+                    if name is not None:
+                        held[w][name] = nbytes
         table.rows.append(Measured(segments[i], own, strategies[i], held))
     return table
 

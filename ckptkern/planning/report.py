@@ -19,7 +19,7 @@ from ..ops.dispatch.choices import MODES
 from .measure import measure
 from .plan import converted, found_segments
 from .segments import EAGER, ORIGINAL, Strategy, original_forwards
-from .table import Example, standing_lines
+from .table import Example, standing_lines, total
 
 
 @dataclasses.dataclass
@@ -127,7 +127,7 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     for row in table.rows:
         of = row.segment.name, type(row.segment.module).__name__, row.segment.replaced_by
         for strategy, held, cost in zip(row.strategies, row.held, table.kinds[row.kinds[0]].costs, strict=True):
-            lines.append(Line(*of, str(strategy), held.bytes, cost.seconds, cost.flops, cost.transient))
+            lines.append(Line(*of, str(strategy), total([held]), cost.seconds, cost.flops, cost.transient))
     timelines = {mode: step.over_time() for mode, step in steps.items()}
     peaks = {mode: step.peak for mode, step in steps.items()}
     return Report(

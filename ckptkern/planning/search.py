@@ -74,22 +74,22 @@ def by_saved(table: Table, budget: int | None) -> Choice:
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
     """Returns the groups of equal regions, and the bytes that are saved whatever is chosen."""
-    fixed, owner = dict(rest.shared), dict[tuple, int]()
+    fixed, owner = dict(rest), dict[tuple, int]()
     for i, own in enumerate(held):
-        always = set.intersection(*(set(saved_in.shared) for saved_in in own))
-        for name, nbytes in [item for option in own for item in option.shared.items()]:
+        always = set.intersection(*map(set, own))
+        for name, nbytes in [item for option in own for item in option.items()]:
             if owner.setdefault(name, i) != i or name in always:
                 fixed[name] = nbytes
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
-        private = [option.own + sum(n for name, n in option.shared.items() if name not in fixed) for option in own]
+        private = [sum(n for name, n in option.items() if name not in fixed) for option in own]
         strategies: list[int] = []  # that fit, and that no other strategy beats in both cost and bytes
         for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
             if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
                 strategies.insert(0, w)  # ordered by bytes, the least first
         picked = ([figures[w] for w in strategies] for figures in (cost, private))
         groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
-    return list(groups.values()), rest.own + sum(fixed.values())
+    return list(groups.values()), sum(fixed.values())
 
 
 def solved(groups: list[Group], room: int | None) -> Choice | None:
