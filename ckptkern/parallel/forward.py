@@ -21,6 +21,7 @@ from ..ops.dispatch.shard import ACTIVE, NotSharded
 from ..ops.sharded import Shard
 from .roles import Place, places_of
 
+Slot = tuple[dict[str, Any], str, str, Tensor]  # a module's parameters, a name among them, its full name, the parameter
 _log = logging.getLogger("ckptkern")
 
 
@@ -73,60 +74,45 @@ class Sharded(Around):
             return Waited.apply(value) if type(value) is AsyncCollectiveTensor else value
 
         args, kwargs = tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
+        slots = self.slots()
+        parts = {id(p): p.to_local() if isinstance(p, DTensor) else p for *_, p in slots}
+        summed = {id(p): parts[id(p)] for *_, name, p in slots if name in self.summed}
+        parts |= dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
         try:
-            with self.parameters(self.parts()):
-                ACTIVE.shard, outer = self.shard, ACTIVE.shard
-                try:
-                    return self.call(*args, **kwargs)
-                finally:
-                    ACTIVE.shard = outer
+            with self.running(slots, parts, "shard", self.shard):
+                return self.call(*args, **kwargs)
         except NotSharded as reason:
             if self.shard.sequence:
                 raise RuntimeError(f"TensorParallel: {reason}, which sequence_parallel does not support") from reason
             if kernels_alone():
                 raise RuntimeError(f"TensorParallel: backend('triton') was asked for, but {reason}") from reason
             _log_whole(str(reason))
-        with self.parameters(self.whole()):
-            ACTIVE.gathered, outer = True, ACTIVE.gathered
-            try:
-                return self.call(*args, **kwargs)
-            finally:
-                ACTIVE.gathered = outer
+        gathered = {id(p): p.full_tensor() if isinstance(p, DTensor) else p for p in self.module.parameters()}
+        with self.running(slots, gathered, "gathered", True):
+            return self.call(*args, **kwargs)
 
-    def names(self) -> Iterator[tuple[nn.Module, str, str]]:
-        """Yields (module, name in the module, full name) of every parameter, once per name."""
-        for path, owner in self.module.named_modules():
-            for name, value in owner._parameters.items():
-                if value is not None:
-                    yield owner, name, f"{path}.{name}" if path else name
-
-    def parts(self) -> dict[int, Tensor]:
-        """Returns this rank's part of every parameter, by the parameter's id."""
-        parts: dict[int, Tensor] = {}
-        summed: dict[int, Tensor] = {}
-        for owner, key, name in self.names():
-            value = owner._parameters[key]
-            if id(value) not in parts:
-                parts[id(value)] = value.to_local() if isinstance(value, DTensor) else value
-            if name in self.summed:
-                summed[id(value)] = parts[id(value)]
-        return parts | dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
-
-    def whole(self) -> dict[int, Tensor]:
-        values = {id(owner._parameters[key]): owner._parameters[key] for owner, key, _ in self.names()}
-        return {i: value.full_tensor() if isinstance(value, DTensor) else value for i, value in values.items()}
+    def slots(self) -> list[Slot]:
+        """Returns every parameter, once per name."""
+        return [
+            (owner._parameters, key, f"{path}.{key}" if path else key, value)
+            for path, owner in self.module.named_modules()
+            for key, value in owner._parameters.items()
+            if value is not None
+        ]
 
     @contextmanager
-    def parameters(self, tensors: dict[int, Tensor]) -> Iterator[None]:
-        """Replaces the parameters by plain tensors inside."""
-        were = [(owner._parameters, key, owner._parameters[key]) for owner, key, _ in self.names()]
-        for parameters, key, value in were:
-            parameters[key] = tensors[id(value)]
+    def running(self, slots: list[Slot], tensors: dict[int, Tensor], name: str, value: Any) -> Iterator[None]:
+        """Replaces the parameters by plain tensors, by the parameters' ids, and sets an attribute of ACTIVE, inside."""
+        outer = getattr(ACTIVE, name)
+        setattr(ACTIVE, name, value)
+        for parameters, key, _, parameter in slots:
+            parameters[key] = tensors[id(parameter)]
         try:
             yield
         finally:
-            for parameters, key, value in were:
-                parameters[key] = value
+            setattr(ACTIVE, name, outer)
+            for parameters, key, _, parameter in slots:
+                parameters[key] = parameter
 
 
 @functools.cache
@@ -170,8 +156,7 @@ class TensorParallel(ParallelStyle):
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )
         sharded, distributed = Sharded(module, places, shard), dict[int, nn.Parameter]()
-        for owner, key, name in list(sharded.names()):
-            value = owner._parameters[key]
+        for parameters, key, name, value in sharded.slots():
             if id(value) not in distributed:
                 if isinstance(value, DTensor):
                     raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
@@ -179,7 +164,7 @@ class TensorParallel(ParallelStyle):
                 split = Replicate() if place.dim is None else Split(place.dim)
                 tensor = distribute_tensor(value, device_mesh, [split])
                 distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
-            owner._parameters[key] = distributed[id(value)]
+            parameters[key] = distributed[id(value)]
         module.forward = sharded  # type: ignore[method-assign]
         return module
 

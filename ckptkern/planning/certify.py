@@ -21,8 +21,8 @@ from ..conversion.blocks import is_converted
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
-from ..conversion.recorder import Loss, Step, device_of, loss_of, parts_of, step_of
-from ..conversion.report import Row, aligned, alike
+from ..conversion.recorder import Loss, Step, device_of, floating_in, loss_of, step_of
+from ..conversion.report import RAN, Row, aligned, alike
 from ..conversion.trace import Call, mapped
 from .segments import check_step, server_of
 
@@ -90,10 +90,7 @@ class Certificate:
             lines.append(f"replaced, but ran as before convert: {', '.join(self.unused)}")
         if not self.replaced:
             lines.append("nothing was replaced: print(ckptkern.convert(model, ...)) says why")
-        largest = [
-            max(errors)
-            for errors in zip(*((gradient.eager, gradient.ours) for gradient in self.gradients), strict=True)
-        ]
+        largest = [max(getattr(gradient, of) for gradient in self.gradients) for of in ("eager", "ours")]
         summary = [
             ("against float64", "unmodified", "converted"),
             ("error of the loss", *map("{:.1e}".format, self.loss)),
@@ -112,11 +109,8 @@ class Certificate:
         ]
         groups = alike(Row(name, "", by) for name, by in self.replaced.items())
         replaced = [(name, str(rows[0].replaced_by)) for name, rows in groups]
-        for table in (
-            [("module", "replaced by"), *replaced],
-            [("gradient of", "unmodified", "converted", "ratio"), *errors],
-        ):
-            lines += ["", *aligned(table)]
+        lines += ["", *aligned([("module", "replaced by"), *replaced])]
+        lines += ["", *aligned([("gradient of", "unmodified", "converted", "ratio"), *errors])]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -172,20 +166,20 @@ def certify(
     """
     batch = example_inputs, example_kwargs
     check_step("certify", model, batch)
-    eager = revert(copied(model))
+    try:
+        eager, ours = revert(copy.deepcopy(model)), copy.deepcopy(model)
+    except Exception as error:  # a module's own __deepcopy__ may raise anything
+        raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
     is_random = random(eager.train(), batch)
     if is_random and random(eager.eval(), batch):
         raise ValueError("certify: two calls of the model in eval mode give different results. Make it deterministic")
-    ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
     forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
-    before = {name: dict(forward.calls) for name, forward in forwards.items()}
+    for forward in forwards.values():
+        forward.calls = dict.fromkeys(RAN, 0)
     theirs, converted = (ran(m, batch, loss, not is_random) for m in (eager, ours))
-    as_said = "fused", "checkpointed"
-    unused = [
-        name for name, forward in forwards.items() if all(forward.calls[how] == before[name][how] for how in as_said)
-    ]
+    unused = [name for name, forward in forwards.items() if not any(forward.calls[how] for how in RAN[:2])]
     replaced = replaced_by(ours)
     del ours, forwards
     try:
@@ -211,13 +205,6 @@ def certify(
     )
 
 
-def copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:  # a module's own __deepcopy__ may raise anything
-        raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
-
-
 def replaced_by(model: nn.Module) -> dict[str, str]:
     """Returns what replaces each module that convert changed, by name."""
     names = {}
@@ -232,9 +219,8 @@ def random(model: nn.Module, call: Call) -> bool:
     """Returns whether two calls give different results."""
     args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
-        outputs = [model(*args, **kwargs) for _ in range(2)]
-    tensors = [parts_of(dict(output) if hasattr(output, "keys") else output) for output in outputs]
-    return not all(map(torch.equal, *tensors))
+        first, second = (floating_in(model(*args, **kwargs)) for _ in range(2))
+    return not all(map(torch.equal, first, second))
 
 
 def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:

@@ -140,13 +140,10 @@ class Choices:
         self.table, self.predicted = table, dict[Choice, int]()
         full, least = table.uniform("full"), by_saved(table, None)
         table.measured(full)
-        self.add(least)
-        for place in range(
-            max((len(row.strategies) for row in table.rows), default=0)
-        ):  # modes come first in the lists
-            self.add(tuple(min(place, len(row.strategies) - 1) for row in table.rows))
-        self.add(full)
-        self.add(by_saved(table, UNBOUNDED))
+        lasts = [len(row.strategies) - 1 for row in table.rows]  # modes come first in the lists
+        uniform = [tuple(min(place, last) for last in lasts) for place in range(max(lasts, default=-1) + 1)]
+        for chosen in (least, *uniform, full, by_saved(table, UNBOUNDED)):
+            self.add(chosen)
         self.low, self.high = table.saved(least), max(map(table.saved, self.predicted))
 
     def add(self, chosen: Choice) -> int:
@@ -196,22 +193,21 @@ class Choices:
 
 class Search:
     """Searches the model's own workspace and smaller ones, which are measured when they may help. narrower: returns the
-    table of the next smaller workspace, or None."""
+    table of the next smaller workspace, or None, which ends the list."""
 
     def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
-        self.all, self._narrower = [Choices(table)], narrower
+        self.all: list[Choices | None] = [Choices(table)]
+        self.narrower = narrower
 
     def best(self, budget: int) -> tuple[Choices, Choice]:
         """Returns the cheapest choice of all workspaces. Raises BudgetError with the smallest feasible budget."""
         best, cost, errors = None, math.inf, []
         for i in range(SMALLER + 1):
             if i == len(self.all):
-                table = self._narrower(self.all[-1].table) if self._narrower else None
-                if table is None:
-                    self._narrower = None
-                    break
-                self.all.append(Choices(table))
-            choices = self.all[i]
+                table = self.narrower(self.all[-1].table)
+                self.all.append(None if table is None else Choices(table))
+            if (choices := self.all[i]) is None:
+                break
             try:
                 chosen = choices.best(budget)
             except BudgetError as error:
@@ -221,11 +217,8 @@ class Search:
                 break
             best, cost = (choices, chosen), choices.table.cost_of(chosen)
             # skip smaller workspaces if even one of 0 bytes would not make it cheaper
-            table, wanted = choices.table, CHEAPER * cost
-            if sum(map(min, table.times())) > wanted:
-                break
-            roomier = choices.within(budget + table.rise(chosen))
-            if roomier is None or table.cost_of(roomier) > wanted:
+            roomier = choices.within(budget + choices.table.rise(chosen))
+            if roomier is None or choices.table.cost_of(roomier) > CHEAPER * cost:
                 break
         if best is None:
             raise min(errors, key=lambda error: error.least)

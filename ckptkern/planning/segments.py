@@ -202,17 +202,16 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
 @contextlib.contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
     """Restores the model as it was before convert inside the block."""
-    before = []
+    modules = [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]
+    before = [(module, type(module), forward_of(module)) for module in modules]
     try:
-        for module in [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]:
-            forward = module.__dict__.get("forward")
-            before.append((module, type(module), forward))
-            if isinstance(forward, Forward) and not isinstance(forward, Runs):
+        for module, kind, forward in before:
+            if forward is not None and not isinstance(forward, Runs):
                 forward.unbind()
-            module.__class__ = module.__dict__.get(ORIGINAL_CLASS, type(module))
+            module.__class__ = module.__dict__.get(ORIGINAL_CLASS, kind)
         yield
     finally:
-        for module, kind, forward in reversed(before):
+        for module, kind, forward in before:
             module.__class__ = kind
             if forward is not None:
                 module.forward = forward
