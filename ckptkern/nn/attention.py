@@ -130,9 +130,10 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         if not self._qkv_same_embed_dim:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             bias = None if bias is None else bias.chunk(3)
-        if attn_mask is not None and not _is_causal_bias(attn_mask):  # [L, S] or [B H, L, S]
-            by_head = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
-            attn_mask = None if is_causal else by_head
+        if not _is_causal_bias(attn_mask):
+            attn_mask = None if is_causal else attn_mask
+            if attn_mask is not None and attn_mask.dim() == 3:  # [B H, L, S]
+                attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         return {
             "key_value": None if key is query else self.swapped(key),
             "qkv_weight": weight,

@@ -72,8 +72,8 @@ class Certificate:
     @property
     def failures(self) -> list[str]:
         """Returns the names of parameters, or "loss", whose error is too large or NaN."""
-        named = [("loss", *self.loss), *((gradient.name, gradient.eager, gradient.ours) for gradient in self.gradients)]
-        return [name for name, eager, ours in named if not ours <= self.allowed(eager)]
+        errors = [GradientError("loss", *self.loss), *self.gradients]
+        return [error.name for error in errors if not error.ours <= self.allowed(error.eager)]
 
     @property
     def passed(self) -> bool:

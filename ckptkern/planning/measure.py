@@ -139,16 +139,14 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
                     root = alone(*call)
                 with Roofline(rates) as backward:
                     root.backward()
-                seconds, copied = None, 0
-                if rates is not None:
+                copied = 0.0
+                if rates is not None and isinstance(strategies[i].store, offload):
                     # copies to the host and back run beside the region's forward and backward, and the longer of both counts;
                     # copied is what stays on the device in the same mode without a store
-                    if isinstance(strategies[i].store, offload):
-                        here = kind.held[strategies.index(Strategy(strategies[i].mode))]
-                        copied = (total([here]) - total([kind.held[i]])) / rates.host
-                    seconds = max(forward.seconds, copied) + max(backward.seconds, copied)
-                flops = forward.flops + backward.flops
-                kind.costs[i] = kind.costs[i]._replace(flops=flops, seconds=seconds)
+                    here = kind.held[strategies.index(Strategy(strategies[i].mode))]
+                    copied = (total([here]) - total([kind.held[i]])) / rates.host
+                seconds = None if rates is None else max(forward.seconds, copied) + max(backward.seconds, copied)
+                kind.costs[i] = kind.costs[i]._replace(flops=forward.flops + backward.flops, seconds=seconds)
         clock = Clock(device)
         for done in range(ROUNDS if device.type != "meta" else 0):
             if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):

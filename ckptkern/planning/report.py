@@ -112,7 +112,7 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
         for segment in segments:
             has_eager = segment.forward is not None or segment.is_block or ORIGINAL_CLASS in segment.module.__dict__
             modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
-            strategies.append([ORIGINAL, *modes] if has_eager else modes)
+            strategies.append([ORIGINAL] * has_eager + modes)
         table = measure(example, segments, strategies, shown)
         totals = {}
         if table.rows and all(row.eager is not None for row in table.rows):

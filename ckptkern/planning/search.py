@@ -102,8 +102,7 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    starts = np.cumsum([0, *(len(group.strategies) for group in groups)])
-    of = np.repeat(np.arange(len(groups)), np.diff(starts))  # the group of each variable
+    of = np.repeat(np.arange(len(groups)), [len(group.strategies) for group in groups])  # the group of each variable
     nbytes = np.array([n for group in groups for n in group.own]) / KIB
     cost = np.array([c for group in groups for c in group.costs])
     members = np.array([len(group.members) for group in groups])
@@ -121,10 +120,10 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
         return None
     if not result.success:
         raise RuntimeError(f"plan: SciPy's milp found no optimum: {result.message}")
-    chosen = {}
-    for group, start in zip(groups, starts, strict=False):
+    chosen, counts = {}, iter(result.x)
+    for group in groups:
         # of equal regions the last save most: their backward runs first and frees it before the others recompute
-        strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
+        strategies = [w for w, n in zip(group.strategies, counts, strict=False) for _ in range(round(n))]
         chosen.update(zip(group.members, strategies, strict=True))
     return tuple(chosen[i] for i in range(len(chosen)))
 

@@ -59,11 +59,9 @@ class Segment(NamedTuple):
     @property
     def strategy(self) -> Strategy:
         forward = self.forward
-        if forward is None and self.is_block:
-            return Strategy("none")
-        if forward is None or isinstance(forward, Own):
-            return Strategy(self.module.recompute, None if forward is None else forward.store)
-        return Strategy(forward.recompute, forward.store)
+        if forward is None:
+            return Strategy("none" if self.is_block else self.module.recompute)
+        return Strategy((self.module if isinstance(forward, Own) else forward).recompute, forward.store)
 
     def set(self, strategy: Strategy) -> None:
         """Sets the strategy for later forwards; existing graphs do not change. A replaced forward that the strategy does not
@@ -121,18 +119,16 @@ class Workspaces:
         self.size: int | None = None
         self.given: list[tuple[Any, int | str | None]] = []
         for module in model.modules():
-            forward = forward_of(module)
-            ops = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
-            if forward is not None:
-                ops += [forward, *(run for *_, run in runs_of(module))]
-            self.given += [(op, op.workspace) for op in ops]
+            for op in (module, forward_of(module), *(run for *_, run in runs_of(module))):
+                if isinstance(op, (Forward, *OURS)) and hasattr(op, "workspace"):
+                    self.given.append((op, op.workspace))
 
     def set(self, size: int | None) -> None:
         """Limits each workspace to `size` bytes; None restores their own sizes."""
         self.size = size
         for op, own in self.given:
-            is_larger = own is None or (size is not None and parse_bytes("plan", own) > size)
-            op.workspace = size if size is not None and is_larger else own
+            is_smaller = size is None or (own is not None and parse_bytes("plan", own) <= size)
+            op.workspace = own if is_smaller else size
 
     @contextlib.contextmanager
     def at(self, size: int | None) -> Iterator[None]:

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import __version__, state
@@ -27,6 +27,7 @@ from ..ops import backend, mlp
 from ..segments.checkpoint import checkpoint
 
 GIB = 1 << 30
+NOT_INSTALLED = "not installed"
 
 
 def load_warning(threads: int) -> str | None:
@@ -44,17 +45,17 @@ def load_warning(threads: int) -> str | None:
 
 def answer(*command: str) -> str | None:
     """Returns what a program prints, or None if it is missing or fails."""
-    if shutil.which(command[0]) is None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
         return None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _package_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def _versions() -> dict[str, str]:
@@ -114,10 +115,9 @@ def _backends() -> dict[str, str]:
 def _launchers() -> dict[str, str]:
     """Returns what Triton builds in C at run time to launch kernels, and the tools that it needs."""
     version = _package_version("triton")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None:
+    if version == NOT_INSTALLED:
         built = f"none: Triton is {version}"
-    elif tuple(map(int, numbers.groups())) < (3, 7):
+    elif TorchVersion(version) < (3, 7):
         built = "one for each signature of a kernel, at its first launch"
     else:
         built = "one for all kernels, once"
@@ -178,6 +178,9 @@ def _tuned_impls() -> dict[str, Any]:
 def _extension() -> dict[str, Any]:
     """Returns which implementation of `ckptkern.state` runs, why, and its host time beside torch's checkpoint."""
     module, why = state.LOADED
+    runs = {"runs": "Python", "why": why, "built for torch": "none"}
+    if module is not None:
+        runs = {"runs": "C++", "path": Path(why).name, "built for torch": module.torch_version}
     layer, x = torch.nn.Linear(8, 8, device="meta").to_empty(device="cpu"), torch.ones(1, 8, requires_grad=True)
     calls = {
         "ckptkern.checkpoint": lambda: checkpoint(layer, x),
@@ -196,12 +199,7 @@ def _extension() -> dict[str, Any]:
             times = {name: microseconds(call) for name, call in calls.items()}
     finally:
         torch.set_num_threads(threads)
-    return {
-        "runs": "Python" if module is None else "C++",
-        "why" if module is None else "path": why if module is None else Path(why).name,
-        "built for torch": "none" if module is None else module.torch_version,
-        "host time, forward and backward": times,
-    }
+    return runs | {"host time, forward and backward": times}
 
 
 SECTIONS: dict[str, Callable[[], Any]] = {
