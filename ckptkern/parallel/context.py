@@ -16,7 +16,7 @@ from ..ops.attention.context import EXCHANGES, Context
 from ..ops.dispatch.choices import check_choice
 from ..ops.dispatch.shard import ACTIVE
 from .forward import Around, Sharded
-from .roles import check_attends
+from .roles import blocks_of, sublayers_of
 
 ORDERS = ("contiguous", "zigzag")
 _c10d = torch.ops._c10d_functional
@@ -129,11 +129,19 @@ class ContextParallel(ParallelStyle):
         self.order, self.exchange = order, exchange
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward = module.__dict__.get("forward")
+        forward, kind = module.__dict__.get("forward"), type(module).__name__
         if isinstance(forward, OnPart) or (isinstance(forward, Sharded) and isinstance(forward.inner, OnPart)):
-            raise ValueError(f"ContextParallel: the sequences of this {type(module).__name__} are split already")
+            raise ValueError(f"ContextParallel: the sequences of this {kind} are split already")
         context = _context(device_mesh, self.order, self.exchange)
-        check_attends(module)
+        for block in blocks_of("ContextParallel", module):
+            if block.op not in ("attention_block", "transformer_layer"):
+                raise TypeError(f"ContextParallel: {kind} is a {block.op}, which has no attention and needs no style")
+            for sublayer in sublayers_of(block.template):
+                if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
+                    which = "latent " if "kv_a_weight" in sublayer else "cross-"
+                    raise TypeError(
+                        f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out"
+                    )
         module.forward = OnPart(module, context)  # type: ignore[method-assign]
         return module
 

@@ -80,18 +80,6 @@ def blocks_of(style: str, module: nn.Module) -> list[Any]:
     )
 
 
-def check_attends(module: nn.Module) -> None:
-    """Raises TypeError unless the block is an attention, or a layer without cross-attention."""
-    kind = type(module).__name__
-    for block in blocks_of("ContextParallel", module):
-        if block.op not in ("attention_block", "transformer_layer"):
-            raise TypeError(f"ContextParallel: {kind} is a {block.op}, which has no attention and needs no style")
-        for sublayer in sublayers_of(block.template):
-            if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
-                which = "latent " if "kv_a_weight" in sublayer else "cross-"
-                raise TypeError(f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out")
-
-
 # -- the places of its parameters
 
 

@@ -258,7 +258,10 @@ def plan(
             """Measures in the ops' own workspace, or in a smaller one than `larger`'s."""
             if larger is None:
                 segments = found_segments(example, include, exclude)
-                strategies = [segment.strategies(stores) for segment in segments]
+                strategies = [
+                    [Strategy(mode, store) for store in (None, *stores) for mode in segment.modes()]
+                    for segment in segments
+                ]
                 table = measure(example, segments, strategies, shown, RATES.get(device))
             else:
                 table = narrower(larger, shown)
@@ -399,7 +402,7 @@ def search(
             break
         tried[size] = peak_of(size)
         # extrapolation approaches a curved line from one side only, so bisect every other time
-        bisect = not bisect and fails is not None and size != fails
+        bisect = not bisect and fails is not None
         if tried[size] <= budget:
             fits = size
         else:

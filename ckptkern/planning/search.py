@@ -5,9 +5,9 @@ A bound on saved bytes is an integer programme, solved exactly by SciPy's HiGHS:
     minimise    sum over regions s of cost[s, strategy of s]
     subject to  fixed + sum over s of own[s, strategy of s]  <=  budget
 
-fixed: what is saved outside of the regions, by a region in every strategy, or by several regions, such as the tables of a
-rotary embedding, which count once. Equal regions are counted, not told apart: n layers of a kind are one integer per strategy,
-because n binaries would have n! equal solutions.
+fixed: what is saved outside of the regions, or by several regions, such as the tables of a rotary embedding, which count once.
+Equal regions are counted, not told apart: n layers of a kind are one integer per strategy, because n binaries would have n!
+equal solutions.
 
 A bound on the peak bisects the bound on saved bytes, over modes and workspaces.
 """
@@ -73,12 +73,11 @@ def by_saved(table: Table, budget: int | None) -> Choice:
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
-    """Returns the groups of equal regions, and the bytes that are saved whatever is chosen."""
+    """Returns the groups of equal regions, and the bytes that count whatever is chosen."""
     fixed, owner = dict(rest), dict[tuple, int]()
     for i, own in enumerate(held):
-        always = set.intersection(*map(set, own))
         for name, nbytes in [item for option in own for item in option.items()]:
-            if owner.setdefault(name, i) != i or name in always:
+            if owner.setdefault(name, i) != i:
                 fixed[name] = nbytes
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):

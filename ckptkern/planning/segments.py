@@ -91,9 +91,6 @@ class Segment(NamedTuple):
             return list(MODES)
         return [*MODES, *itertools.product(MODES, MODES)]
 
-    def strategies(self, stores: Sequence[Store]) -> list[Strategy]:
-        return [Strategy(mode, store) for store in (None, *stores) for mode in self.modes()]
-
 
 @contextlib.contextmanager
 def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map, tree_structure
 
 from ..conversion.recorder import Alive, Loss, Step, device_of, loss_of, step_of
 from ..conversion.report import aligned, name_of
@@ -275,23 +275,23 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
         (row.segment.name, type(row.segment.module).__name__, tuple(row.kinds), *map(str, row.strategies))
         for row in table.rows
     ]
-    stretches = [step.stretches for step in table.steps.values()]
-    figures = [row.held for row in table.rows], table.rest, [kind.costs for kind in table.kinds], stretches
+    figures = [
+        *(row.held for row in table.rows),
+        *(kind.costs for kind in table.kinds),
+        *(step.stretches for step in table.steps.values()),
+        table.rest,
+    ]
     theirs = gathered((names, figures), group)
     for rank, other in enumerate(theirs):
         if isinstance(other, str):
             raise RuntimeError(f"plan: rank {rank} of the group failed with {other}")
-        if other[0] != names or tree_flatten(other[1])[1] != tree_flatten(figures)[1]:
+        if other[0] != names or tree_structure(other[1]) != tree_structure(figures):
             raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
-
-    held, table.rest, costs, stretches = tree_map(
+    *largest, table.rest = tree_map(
         lambda *values: max(values) if isinstance(values[0], (int, float)) else values[0],
         *(other[1] for other in theirs),
     )
-    table.rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=True)]
-    for kind, own in zip(table.kinds, costs, strict=True):
-        kind.costs = own
-    for step, own in zip(table.steps.values(), stretches, strict=True):
-        step.stretches = own
+    for own, of_all in zip(figures[:-1], largest, strict=True):
+        own[:] = of_all
     table.group = group
     return table
