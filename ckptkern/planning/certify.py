@@ -9,7 +9,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,13 +135,6 @@ class InFloat64(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Ran(NamedTuple):
-    """A step and its gradients by parameter name."""
-
-    step: Step
-    gradients: dict[str, Tensor]
-
-
 def certify(
     model: nn.Module,
     *example_inputs: Any,
@@ -167,10 +160,10 @@ def certify(
     batch = example_inputs, example_kwargs
     check_step("certify", model, batch)
     try:
-        eager, ours = revert(copy.deepcopy(model)), copy.deepcopy(model)
+        eager, ours = copy.deepcopy(model), copy.deepcopy(model)
     except Exception as error:  # a module's own __deepcopy__ may raise anything
         raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
-    is_random = random(eager.train(), batch)
+    is_random = random(revert(eager).train(), batch)
     if is_random and random(eager.eval(), batch):
         raise ValueError("certify: two calls of the model in eval mode give different results. Make it deterministic")
     if not replaced_by(model):
@@ -178,25 +171,30 @@ def certify(
     forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
     for forward in forwards.values():
         forward.calls = dict.fromkeys(RAN, 0)
-    theirs, converted = (ran(m, batch, loss, not is_random) for m in (eager, ours))
+    (their_step, theirs), (our_step, converted) = (ran(m, batch, loss, not is_random) for m in (eager, ours))
     unused = [name for name, forward in forwards.items() if not any(forward.calls[how] for how in RAN[:2])]
     replaced = replaced_by(ours)
     del ours, forwards
     try:
         with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
-            exact = ran(eager.double(), wide, loss, not is_random)
+            _, exact = ran(eager.double(), wide, loss, not is_random)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
         ) from error
-    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(run, exact) for run in (theirs, converted))
-    eps = max(torch.finfo(gradient.dtype).eps for gradient in theirs.gradients.values())
+    names = list(exact)[1:]
+    floor = 1e-2 * max(rms(exact[name]) for name in names)
+    (loss_of_theirs, *errors), (loss_of_ours, *errors_of_ours) = (
+        [rms(run[name].double() - to) / max(rms(to), floor if name else 0.0, 1e-300) for name, to in exact.items()]
+        for run in (theirs, converted)
+    )
+    eps = max(torch.finfo(theirs[name].dtype).eps for name in names)
     return Certificate(
-        list(map(GradientError, exact.gradients, errors, errors_of_ours)),
+        list(map(GradientError, names, errors, errors_of_ours)),
         loss=(loss_of_theirs, loss_of_ours),
-        saved=(theirs.step.saved, converted.step.saved),
-        peak=(theirs.step.peak, converted.step.peak),
+        saved=(their_step.saved, our_step.saved),
+        peak=(their_step.peak, our_step.peak),
         replaced=replaced,
         unused=unused,
         dropout=not is_random,
@@ -223,8 +221,9 @@ def random(model: nn.Module, call: Call) -> bool:
     return not all(map(torch.equal, first, second))
 
 
-def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
-    """Runs one step from a fixed seed, with gradients of zeros before."""
+def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> tuple[Step, dict[str, Tensor]]:
+    """Runs one step from a fixed seed, with gradients of zeros before. Returns it, and by name the loss, "", and the gradient
+    of each parameter."""
     gradients: dict[str, Tensor] = {}
     step = step_of(
         model,
@@ -234,7 +233,7 @@ def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
         trains=trains,
         ended=lambda: gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad}),
     )
-    return Ran(step, gradients)
+    return step, {"": step.loss, **gradients}
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
@@ -243,14 +242,3 @@ def weighted(wanted: Sequence[Tensor]) -> Tensor:
     return torch.stack(
         [(tensor * torch.randn(tensor.shape, generator=seed).to(tensor)).double().sum() for tensor in wanted]
     ).sum()
-
-
-def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
-    """Returns the relative error of the loss and of each gradient."""
-    floor = 1e-2 * max((rms(gradient) for gradient in exact.gradients.values()), default=0.0)
-
-    def error(of: Tensor, to: Tensor, least: float = 0.0) -> float:
-        return rms(of.double() - to.double()) / max(rms(to), least, 1e-300)
-
-    gradients = [error(run.gradients[name], to, floor) for name, to in exact.gradients.items()]
-    return error(run.step.loss, exact.step.loss), gradients
