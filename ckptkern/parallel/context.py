@@ -12,6 +12,8 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..conversion.quantized import setting
+from ..conversion.trace import tensors_in
 from ..ops.attention.context import EXCHANGES, Context
 from ..ops.dispatch.choices import check_choice
 from ..ops.dispatch.shard import ACTIVE
@@ -39,11 +41,8 @@ def context_parallel(
 
     ckptkern.checkpoint recomputes in the same context; with torch.utils.checkpoint call backward inside.
     """
-    outer, ACTIVE.context = ACTIVE.context, _context(mesh, order, exchange)
-    try:
+    with setting([ACTIVE], "context", _context(mesh, order, exchange)):
         yield
-    finally:
-        ACTIVE.context = outer
 
 
 def shard_sequence(
@@ -86,7 +85,7 @@ class OnPart(Around):
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
             # the ranks compare their shapes of the first call; a later call with other shapes fails in its collective
-            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            x = next(iter(tensors_in((args, kwargs))), None)
             if x is not None and not x.is_meta and not isinstance(x, FakeTensor):
                 self.checked = True
                 shape = torch.tensor(x.shape, device=x.device)
@@ -96,11 +95,8 @@ class OnPart(Around):
                         f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
                         f"{', '.join(str(tuple(sizes)) for sizes in shapes)}; pad the sequence"
                     )
-        outer, ACTIVE.context = ACTIVE.context, self.context
-        try:
+        with setting([ACTIVE], "context", self.context):
             return self.call(*args, **kwargs)
-        finally:
-            ACTIVE.context = outer
 
 
 class ContextParallel(ParallelStyle):

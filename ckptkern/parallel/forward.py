@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +14,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..conversion.check import replacing
+from ..conversion.quantized import setting
+from ..conversion.trace import mapped
 from ..ops.dispatch.choices import kernels_alone
 from ..ops.dispatch.shard import ACTIVE, NotSharded
 from ..ops.sharded import Shard
 from .roles import Place, places_of
 
-Slot = tuple[dict[str, Any], str, str, Tensor]  # a module's parameters, a name among them, its full name, the parameter
 _log = logging.getLogger("ckptkern")
 
 
@@ -60,26 +60,22 @@ class Sharded(Around):
     def __call__(self, *args, **kwargs):
         first = True
 
-        def local(value: Any) -> Any:
-            """Returns an argument as a local tensor: the first tensor, which is the input, in the layout of the group."""
+        def local(tensor: Tensor) -> Tensor:
+            """Returns an argument as a local tensor: the first, which is the input, in the layout of the group."""
             nonlocal first
-            if type(value) in (tuple, list):
-                return type(value)(map(local, value))
-            if not isinstance(value, Tensor):  # a cache stays the same object
-                return value
-            place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
+            place: Placement = Split(tensor.dim() - 2) if first and self.shard.sequence else Replicate()
             first = False
-            if isinstance(value, DTensor):
-                value = value.redistribute(placements=[place]).to_local()
-            return Waited.apply(value) if type(value) is AsyncCollectiveTensor else value
+            if isinstance(tensor, DTensor):
+                tensor = tensor.redistribute(placements=[place]).to_local()
+            return Waited.apply(tensor) if type(tensor) is AsyncCollectiveTensor else tensor
 
-        args, kwargs = tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
-        slots = self.slots()
-        parts = {id(p): p.to_local() if isinstance(p, DTensor) else p for *_, p in slots}
-        summed = {id(p): parts[id(p)] for *_, name, p in slots if name in self.summed}
+        args, kwargs = mapped(local, (args, kwargs))
+        parts = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        summed = {id(p): parts[id(p)] for name, p in named if name in self.summed}
         parts |= dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
         try:
-            with self.running(slots, parts, "shard", self.shard):
+            with replacing(self.module, lambda p: parts[id(p)]), setting([ACTIVE], "shard", self.shard):
                 return self.call(*args, **kwargs)
         except NotSharded as reason:
             if self.shard.sequence:
@@ -87,32 +83,11 @@ class Sharded(Around):
             if kernels_alone():
                 raise RuntimeError(f"TensorParallel: backend('triton') was asked for, but {reason}") from reason
             _log_whole(str(reason))
-        gathered = {id(p): p.full_tensor() if isinstance(p, DTensor) else p for p in self.module.parameters()}
-        with self.running(slots, gathered, "gathered", True):
+        with (
+            replacing(self.module, lambda p: p.full_tensor() if isinstance(p, DTensor) else p),
+            setting([ACTIVE], "gathered", True),
+        ):
             return self.call(*args, **kwargs)
-
-    def slots(self) -> list[Slot]:
-        """Returns every parameter, once per name."""
-        return [
-            (owner._parameters, key, f"{path}.{key}" if path else key, value)
-            for path, owner in self.module.named_modules()
-            for key, value in owner._parameters.items()
-            if value is not None
-        ]
-
-    @contextmanager
-    def running(self, slots: list[Slot], tensors: dict[int, Tensor], name: str, value: Any) -> Iterator[None]:
-        """Replaces the parameters by plain tensors, by the parameters' ids, and sets an attribute of ACTIVE, inside."""
-        outer = getattr(ACTIVE, name)
-        setattr(ACTIVE, name, value)
-        for parameters, key, _, parameter in slots:
-            parameters[key] = tensors[id(parameter)]
-        try:
-            yield
-        finally:
-            setattr(ACTIVE, name, outer)
-            for parameters, key, _, parameter in slots:
-                parameters[key] = parameter
 
 
 @functools.cache
@@ -155,17 +130,18 @@ class TensorParallel(ParallelStyle):
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )
-        sharded, distributed = Sharded(module, places, shard), dict[int, nn.Parameter]()
-        for parameters, key, name, value in sharded.slots():
-            if id(value) not in distributed:
-                if isinstance(value, DTensor):
-                    raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
-                place = places.get(name, Place(None))
-                split = Replicate() if place.dim is None else Split(place.dim)
-                tensor = distribute_tensor(value, device_mesh, [split])
-                distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
-            parameters[key] = distributed[id(value)]
-        module.forward = sharded  # type: ignore[method-assign]
+        distributed = {}
+        for name, value in module.named_parameters():
+            if isinstance(value, DTensor):
+                raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
+            dim = places[name].dim
+            tensor = distribute_tensor(value, device_mesh, [Replicate() if dim is None else Split(dim)])
+            distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
+        module.forward = Sharded(module, places, shard)  # type: ignore[method-assign]
+        for owner in module.modules():
+            for key, value in owner._parameters.items():
+                if value is not None:
+                    owner._parameters[key] = distributed[id(value)]
         return module
 
     def __repr__(self) -> str:
