@@ -206,10 +206,11 @@ class LlamaDecoderLayer(Layer):
         of_attention, of_mlp = modes_of_sublayers(op, recompute)
         factory = {"workspace": workspace, "device": device, "dtype": dtype}
         self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, device=device, dtype=dtype)
-        heads = num_heads, num_kv_heads, head_dim
         self.self_attn = LlamaAttention(
             hidden_size,
-            *heads,
+            num_heads,
+            num_kv_heads,
+            head_dim,
             attention_bias,
             qk_norm,
             rms_norm_eps,

@@ -190,9 +190,9 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         attention, crossing = self.self_attn, self.multihead_attn
         if (
             memory is not tgt
-            and getattr(crossing, "batch_first", None) == getattr(attention, "batch_first", None)
             and self._attends(attention, tgt, tgt, *masks)
             and self._attends(crossing, tgt, memory, *cross)
+            and crossing.batch_first == attention.batch_first
             and self._is_unmodified()
         ):
             return self._fused(tgt, masks, memory, cross)
