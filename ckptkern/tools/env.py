@@ -6,6 +6,7 @@ No function here raises an error: missing parts are reported with the reason.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -96,20 +97,16 @@ def _devices() -> dict[str, dict[str, Any]]:
 
 
 def _backends() -> dict[str, str]:
-    from ..ops.dispatch import choices as ops
+    from ..ops.dispatch import choices
 
-    answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
-    for device in ("cpu", "cuda"):
-        if device == "cuda" and not torch.cuda.is_available():
-            answer[device] = "no device"
-            continue
-        try:
-            answer[device] = ops.choose_backend("env", torch.empty(0, device=device))
-            with ops.backend("triton"):
-                ops.choose_backend("env", torch.empty(0, device=device))
-        except RuntimeError as error:  # "env: backend('triton') was asked for, but ..."
-            answer[device] = f"{answer.get(device, 'none')} ({str(error).partition('but ')[2]})"
-    return answer
+    backends = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
+    backends |= {"cpu": "none", "cuda": "no device"}
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        backends[device], reason = "none", choices._device_reason(device, None)
+        with contextlib.suppress(RuntimeError):  # CKPTKERN_BACKEND is "triton", which cannot run here
+            backends[device] = choices.choose_backend("env", torch.empty(0, device=device))
+        backends[device] += f" ({reason})" if reason else ""
+    return backends
 
 
 def _launchers() -> dict[str, str]:

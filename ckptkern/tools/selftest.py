@@ -94,12 +94,8 @@ def available_backends() -> Iterator[tuple[str, str]]:
     """Yields the (device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield device, "eager"
-        try:
-            with ops.backend("triton"):
-                _choices.choose_backend("selftest", torch.empty(0, device=device))
-        except RuntimeError:
-            continue
-        yield device, "triton"
+        if _choices._device_reason(device, None) is None:
+            yield device, "triton"
 
 
 def check_environment() -> Iterator[Result]:
@@ -190,7 +186,7 @@ def checks() -> Iterator[Iterator[Result]]:
     for device, backend in backends:
         yield check_dropout(device, backend)
     # on a GPU also the default backend, where libraries run most matmuls
-    by_default = [("cuda", "auto")] if ("cuda", "triton") in backends else []
+    by_default = [("cuda", "auto")] * (("cuda", "triton") in backends)
     for device, backend in (*backends, *by_default):
         dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (device == "cuda")
         for (name, activation), dtype in itertools.product(CASES, dtypes):

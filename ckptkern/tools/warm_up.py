@@ -17,6 +17,7 @@ from ..conversion.recorder import as_input, check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
+from ..ops.dispatch.choices import autocast_off
 
 
 class Kernel(NamedTuple):
@@ -97,12 +98,11 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         compiled.c_modules.append(time.perf_counter() - started)
         return library
 
-    knobs.compilation.listener, build._build = listener, built
     knobs.runtime.launch_enter_hook.add(launched)
     try:
-        yield compiled
+        with setting([knobs.compilation], "listener", listener), setting([build], "_build", built):
+            yield compiled
     finally:
-        knobs.compilation.listener, build._build = before, builder
         knobs.runtime.launch_enter_hook.remove(launched)
 
 
@@ -138,10 +138,9 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             torch.enable_grad(),
             no_trace(inner, call),
             # Megatron-LM's sums of gradients, to which backward would add
-            setting([p for p in model.parameters() if hasattr(p, "main_grad")], "main_grad", None),
+            setting(model.parameters(), "main_grad", None),
             progress("warm_up") as shown,
             compilations(shown) as compiled,
-            contextlib.ExitStack() as no_autocast,
         ):
             if not model.training:  # only then: a model in training may have parts in evaluation
                 model.train()
@@ -152,9 +151,8 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
                 raise ValueError(
                     "warm_up: wanted an output with a gradient, but no tensor that the model returned has one"
                 )
-            for kind in {tensor.device.type for tensor in results}:  # backward runs outside of autocast, as in training
-                no_autocast.enter_context(torch.autocast(kind, enabled=False))
-            torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
+            with autocast_off(results[0]):  # backward runs outside of autocast, as in training
+                torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:
