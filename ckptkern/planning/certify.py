@@ -21,9 +21,9 @@ from ..conversion.blocks import is_converted
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
-from ..conversion.recorder import Loss, Step, device_of, floating_in, loss_of, step_of
+from ..conversion.recorder import Loss, Step, floating_in, loss_of, step_of
 from ..conversion.report import RAN, Row, aligned, alike
-from ..conversion.trace import Call, mapped
+from ..conversion.trace import Call, mapped, switched
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
@@ -176,7 +176,7 @@ def certify(
     replaced = replaced_by(ours)
     del ours, forwards
     try:
-        with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
+        with switched(eager), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
             _, exact = ran(eager.double(), wide, loss, not is_random)
     except (RuntimeError, NotImplementedError, TypeError) as error:

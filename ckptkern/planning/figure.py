@@ -40,8 +40,7 @@ def unit_of(top: int) -> tuple[str, int]:
 
 def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str, str] = COLORS) -> None:
     """Draws forward and backward with equal widths, because the profiler distorts their times."""
-    top = max(timeline.peak for timeline in timelines.values())
-    unit, size = unit_of(top)
+    unit, size = unit_of(max(timeline.peak for timeline in timelines.values()))
     for mode, timeline in timelines.items():
         heights = [n / size for n in timeline.bytes]
         label = f"{mode}: peak {three_digits(timeline.peak / size)} {unit}"

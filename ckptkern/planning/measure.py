@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from .. import memory
 from ..conversion.alike import call_kinds, same_inside
-from ..conversion.protection import gradients_unmoved, seeded, unmoved
+from ..conversion.protection import no_trace
 from ..conversion.recorder import (
     Names,
     Saved,
@@ -104,7 +104,7 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     the places of inputs and outputs. names: storages of the model's parameters and buffers."""
     step = Step()
     step.names |= names
-    step = step_of(alone, (call, {}), [("", alone.region)], step=step)
+    step_of(alone, (call, {}), [("", alone.region)], step=step)
     forward = next(stretch for stretch in step.stretches if stretch.region is not None)
     backward = list(itertools.dropwhile(lambda stretch: not stretch.backward or stretch.region is None, step.stretches))
     rise = max((stretch.highest - backward[0].start for stretch in backward), default=0)
@@ -130,7 +130,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         with in_strategies([segment], [strategies[i]]), suppress(torch.OutOfMemoryError):
             kind.costs[i], kind.held[i] = watched_alone(alone, call, names)
             times[i] = []
-    with seeded(), unmoved(alone), torch.enable_grad(), gradients_unmoved(leaves):
+    with no_trace(alone), torch.enable_grad():
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
@@ -194,10 +194,10 @@ def measure(
     with in_strategies(segments, [own[-1] for own in strategies]):
         recorded = example.step(segments, backs=False)
     workspace = None if rates is None else rates.memory // 32
-    rest = held_of(recorded.outside, recorded)
-    table = Table(example, [], [], rest, Workspaces(example.model), workspace, rates)
+    rest, workspaces = held_of(recorded.outside, recorded), Workspaces(example.model)
+    table = Table(example, [], [], rest, workspaces, workspace, rates)
     numbers = {
-        i: [kind_of(table.kinds, segments[i], recorded_call.call, strategies[i]) for recorded_call in calls]
+        i: [kind_of(table.kinds, segments[i], called.call, strategies[i]) for called in calls]
         for i, calls in sorted(recorded.calls.items())
     }
     fill(table, shown)

@@ -176,10 +176,10 @@ class Choices:
         if over > 0:  # look for the lowest peak, also among the cheapest choices for STEPS evenly spaced bounds
             for i in range(STEPS):
                 self.add(by_saved(table, self.low + (self.high - self.low) * i // (STEPS - 1)))
-            table.measured(min(self.able(), key=lambda key: self.predicted[key]))
+            table.measured(min(self.able(), key=self.predicted.__getitem__))
         if tried := [key for key, peak in table.peaks.items() if peak <= budget]:
             return min(tried, key=table.cost_of)
-        lowest = min(table.peaks, key=lambda key: table.peaks[key])
+        lowest = min(table.peaks, key=table.peaks.__getitem__)
         least, largest = table.peaks[lowest], next(iter(table.steps[lowest].standing()), None)
         stands = "" if largest is None else f", of which {format_size(largest.bytes)} are {largest.what}"
         raise BudgetError(

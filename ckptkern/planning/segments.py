@@ -73,7 +73,7 @@ class Segment(NamedTuple):
             if self.is_block:
                 needed = strategy != Strategy("none")
             else:
-                needed = strategy.store is not None or (forward is not None and ORIGINAL_CLASS in self.module.__dict__)
+                needed = strategy.store is not None or ORIGINAL_CLASS in self.module.__dict__
                 self.module.recompute = strategy.mode
             if forward is None and needed:
                 self.module.forward = forward = (General if self.is_block else Own)(self.module, "none")
