@@ -30,7 +30,7 @@ from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned
 from ..tools.models import model_and_inputs
-from ..tools.selftest import call, random_inputs
+from ..tools.selftest import module_of
 from . import measure
 from .baselines import Function
 from .cases import Case, variants
@@ -69,14 +69,13 @@ class Problem(NamedTuple):
 class Matmuls(nn.Module):
     """Runs a problem's op by PyTorch's ops or by an implementation."""
 
-    def __init__(self, problem: Problem, weights: dict[str, Tensor]):
+    def __init__(self, op: nn.Module):
         super().__init__()
-        self.problem, self.weights = problem, nn.ParameterDict(weights)
+        self.op = op
 
     def forward(self, x: Tensor, impl: str = "eager") -> Tensor:
-        options = {"activation": "silu" if self.problem.op == "gated_mlp" else "gelu", "recompute": "full"}
         with ops.backend("eager" if impl == "eager" else "auto"), _choices.forced_impl(impl):
-            return call(self.problem.op, {"x": x, **self.weights}, **options)
+            return self.op(x)
 
     def by(self, impl: str) -> Function:
         """Returns the op by an implementation."""
@@ -85,10 +84,10 @@ class Matmuls(nn.Module):
 
 def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     """Returns the op with random weights, and x."""
-    sizes = {"features": problem.features, "hidden": problem.hidden, "out": problem.out}
-    weights = random_inputs(problem.op, problem.tokens, sizes, dtype, device)
-    x = weights.pop("x")
-    return Matmuls(problem, weights), x
+    activation = "silu" if problem.op == "gated_mlp" else "gelu"
+    sizes, options = problem.sizes[:3], {"recompute": "full", "device": device, "dtype": dtype}
+    x = torch.randn(problem.tokens, problem.features, device=device, dtype=dtype, requires_grad=True)
+    return Matmuls(module_of(problem.op, activation, *sizes, **options)), x
 
 
 def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, measure.Row]:

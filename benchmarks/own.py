@@ -99,7 +99,7 @@ def shared(model: nn.Module) -> nn.Module:
 def baseline_of(target: str) -> tuple[str, Maker]:
     """Returns a variant's name and maker from FILE:FUNCTION. FUNCTION(model) gets a copy on the same parameters, which it
     may change, and returns what is called in place of the model. Raises ValueError with the reason."""
-    function = load(target, again=False)
+    function = load(target)
 
     def make(model: nn.Module, x: Tensor) -> Function:
         replica = model.replica() if isinstance(model, Called) else shared(model)

@@ -36,13 +36,14 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def replacing(
-    module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[None]:
-    """Puts parameter(p) and buffer(b) in place of each for a while. Shared tensors stay shared."""
+    """Puts parameter(p), and buffer(b) if given, in place of each for a while. Shared tensors stay shared."""
     before = [
         (own, dict(own), other)
         for m in module.modules()
         for own, other in ((m._parameters, parameter), (m._buffers, buffer))
+        if other is not None
     ]
     others: dict[int, Tensor] = {}
     try:

@@ -46,10 +46,8 @@ def recognised(activation: Callable[[Tensor], Tensor]) -> str | None:
     ):
         return None
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        near, far = (
-            torch.linspace(-end, end, n, dtype=torch.float64, device="cpu") for end, n in ((4, 640), (100, 200))
-        )
-        z = torch.cat([near, far])
+        ranges = ((4, 640), (100, 200))
+        z = torch.cat([torch.linspace(-end, end, n, dtype=torch.float64, device="cpu") for end, n in ranges])
         try:
             trained = activation(z.clone()).requires_grad
             leaf = z.clone().requires_grad_()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -87,27 +85,26 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             masks, is_causal = (key_padding_mask, None), False
         if own_dispatch((*tensors, *masks)) or not dense(self) or not dense(self.out_proj):
             return False
-        weight, batched = self.out_proj.weight, query.dim() == 3
-        rows = 1 if self.batch_first and batched else 0
+        weight, q, m = self.out_proj.weight, self.swapped(query), self.swapped(memory)  # [B, L, E] or [L, E]
+        lead, ranks = q.shape[:-2], ranks_of_rows()
         dtypes = {weight.dtype, *(x.dtype for x in tensors)}
         autocasts = autocast_dtype(query) is not None  # all but float64
         if (
             query.dim() not in (2, 3)
             or memory.dim() != query.dim()
+            or m.shape[:-2] != lead
             or any(x.layout != torch.strided or x.device != weight.device for x in tensors)
             or any(not dtype.is_floating_point for dtype in dtypes)
             or (len(dtypes) > 1 and (torch.float64 in dtypes or not autocasts))
             or (query.shape[-1], memory.shape[-1], self.kdim) != (self.embed_dim, self.kdim, self.vdim)
-            or (batched and memory.shape[1 - rows] != query.shape[1 - rows])
             or self.bias_k is not None
             or self.add_zero_attn
             or (isinstance(self.dropout_p, (int, float)) and self.dropout_p > 1)
             or (is_causal and masks[1] is None)
         ):
             return False
-        B = query.shape[1 - rows] if batched else 1
-        L, S = (x.shape[rows] * ranks_of_rows() for x in tensors)
-        shapes = ((B, S) if batched else (S,),), ((L, S), (B * self.num_heads, L, S))
+        L, S = q.shape[-2] * ranks, m.shape[-2] * ranks
+        shapes = ((*lead, S),), ((L, S), (lead.numel() * self.num_heads, L, S))
         # the op computes no gradient of a key_padding_mask, nor of an attn_mask that is_causal replaces
         unread = torch.is_grad_enabled(), torch.is_grad_enabled() and is_causal
         for mask, of_mask, is_unread in zip(masks, shapes, unread, strict=True):
@@ -132,9 +129,10 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         if not self._qkv_same_embed_dim:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             bias = None if bias is None else bias.chunk(3)
-        if attn_mask is not None and not _is_causal_bias(attn_mask):  # [L, S] or [B H, L, S]
-            by_head = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
-            attn_mask = None if is_causal else by_head
+        if not _is_causal_bias(attn_mask):
+            attn_mask = None if is_causal else attn_mask
+            if attn_mask is not None and attn_mask.dim() == 3:  # [B H, L, S]
+                attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         return {
             "key_value": None if key is query else self.swapped(key),
             "qkv_weight": weight,
@@ -171,13 +169,9 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             return self.swapped(ops.attention_block(self.swapped(query), **arguments, **self.modes)), None
         check_whole_sequence(type(self).__name__)
         if _is_causal_bias(attn_mask):  # becomes a mask [L, S], True = hidden
-            rows = 1 if self.batch_first and query.dim() == 3 else 0
-            L, S = (x.shape[rows] for x in (query, key))
+            L, S = (self.swapped(x).shape[-2] for x in (query, key))
             diagonal = diagonal_of(type(self).__name__, attn_mask, L, S)
             attn_mask = torch.ones(L, S, dtype=torch.bool, device=query.device).triu(diagonal + 1)
             is_causal = diagonal == 0
-        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         return composed(self._composed, query, key, value, *options)
-
-    def _composed(self, *args: Any) -> tuple[Tensor, Tensor | None]:
-        return super().forward(*args)

@@ -85,8 +85,17 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         if linear_weight is None:
             self.linear = torch.nn.Linear(in_features, rows, bias, device, dtype)
-        else:
-            self.linear = tied(linear_weight, (rows, in_features), bias)
+        else:  # another module's weight, so that none is allocated
+            shape = rows, in_features
+            if not isinstance(linear_weight, torch.nn.Parameter) or tuple(linear_weight.shape) != shape:
+                came = tuple(linear_weight.shape) if isinstance(linear_weight, Tensor) else type(linear_weight).__name__
+                raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {came}")
+            self.linear = torch.nn.Linear(in_features, rows, bias=False, device="meta")
+            self.linear.weight = linear_weight
+            if bias:
+                bound = in_features**-0.5 if in_features else 0.0
+                values = linear_weight.new_empty(rows).uniform_(-bound, bound)
+                self.linear.bias = torch.nn.Parameter(values)
         self.set_options(
             recompute,
             workspace,
@@ -132,17 +141,3 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing, names, self.top_k or 0)
         is_alone = not (returned or self.top_k)
         return reduced(results, target, self.weight, self.reduction, ignored, self.z_loss, is_alone)
-
-
-def tied(weight: torch.nn.Parameter, shape: tuple[int, int], bias: bool) -> torch.nn.Linear:
-    """Returns a linear layer with another module's weight, without allocating a weight."""
-    if not isinstance(weight, torch.nn.Parameter) or tuple(weight.shape) != shape:
-        came = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {came}")
-    linear = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
-    linear.weight = weight
-    if bias:
-        bound = shape[1] ** -0.5 if shape[1] else 0.0
-        values = torch.empty(shape[0], device=weight.device, dtype=weight.dtype).uniform_(-bound, bound)
-        linear.bias = torch.nn.Parameter(values)
-    return linear

@@ -80,6 +80,10 @@ class Layer(torch.nn.Module):
         drop_in.set_options(*options, **named)
         return drop_in
 
+    def _composed(self, *args: Any) -> Any:
+        """Computes forward by calling the submodules: as torch's class does."""
+        return super().forward(*args)
+
     def extra_repr(self) -> str:
         values = {name: self.__dict__[name] for name in self.shown if name in self.__dict__}
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))

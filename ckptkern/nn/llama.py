@@ -75,13 +75,12 @@ class LlamaAttention(Layer):
     def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
         """Returns the arguments of ckptkern.attention_block for an unmodified module."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        biases = [projection.bias for projection in projections]
         norms = {}
         if self.q_norm is not None:
             norms = {"qk_norm": (self.q_norm.weight, self.k_norm.weight), "qk_norm_eps": _eps(self.q_norm, x)}
         return {
             "qkv_weight": [projection.weight for projection in projections],
-            "qkv_bias": None if all(bias is None for bias in biases) else biases,
+            "qkv_bias": [projection.bias for projection in projections],
             **weights(self, out="o_proj"),
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -207,10 +206,11 @@ class LlamaDecoderLayer(Layer):
         of_attention, of_mlp = modes_of_sublayers(op, recompute)
         factory = {"workspace": workspace, "device": device, "dtype": dtype}
         self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, device=device, dtype=dtype)
-        heads = num_heads, num_kv_heads, head_dim
         self.self_attn = LlamaAttention(
             hidden_size,
-            *heads,
+            num_heads,
+            num_kv_heads,
+            head_dim,
             attention_bias,
             qk_norm,
             rms_norm_eps,

@@ -95,7 +95,7 @@ class LinearStack(Layer):
         layers = list(self.layers)
         if not unmodified(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
             return composed(self._composed, input)
-        biases = None if layers[0].bias is None else [layer.bias for layer in layers]
+        biases = [layer.bias for layer in layers]
         return ops.linear_stack(input, [layer.weight for layer in layers], biases, self.activation, **self.modes)
 
     def _composed(self, input: Tensor) -> Tensor:

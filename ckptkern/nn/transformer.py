@@ -119,15 +119,6 @@ class _Layer(Layer):
         swapped, arguments = self.self_attn.swapped, self.layer_arguments(x, *others)
         return swapped(ops.transformer_layer(swapped(x), **arguments, **self.modes))
 
-    def _composed(self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None) -> Tensor:
-        """Computes forward by calling the submodules."""
-        branches = [lambda h: self._sa_block(h, *masks), self._ff_block]
-        if cross is not None:
-            branches.insert(1, lambda h: self._mha_block(h, memory, *cross))
-        for norm, branch in zip((self.norm1, self.norm2, getattr(self, "norm3", None)), branches, strict=False):
-            x = x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
-        return x
-
 
 def _probability(dropout: torch.nn.Dropout) -> float:
     return dropout.p if dropout.training else 0.0
@@ -167,6 +158,12 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             masks = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding, is_causal
         return composed(self._composed, src, masks)
 
+    def _composed(self, x: Tensor, masks: tuple) -> Tensor:
+        """Computes forward by calling the submodules."""
+        for norm, branch in ((self.norm1, lambda h: self._sa_block(h, *masks)), (self.norm2, self._ff_block)):
+            x = x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+        return x
+
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     """Runs torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
@@ -193,10 +190,20 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         attention, crossing = self.self_attn, self.multihead_attn
         if (
             memory is not tgt
-            and getattr(crossing, "batch_first", None) == getattr(attention, "batch_first", None)
             and self._attends(attention, tgt, tgt, *masks)
             and self._attends(crossing, tgt, memory, *cross)
+            and crossing.batch_first == attention.batch_first
             and self._is_unmodified()
         ):
             return self._fused(tgt, masks, memory, cross)
-        return composed(self._composed, tgt, masks, memory, cross)
+        return composed(
+            self._composed,
+            tgt,
+            memory,
+            tgt_mask,
+            memory_mask,
+            tgt_key_padding_mask,
+            memory_key_padding_mask,
+            tgt_is_causal,
+            memory_is_causal,
+        )

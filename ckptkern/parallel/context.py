@@ -12,11 +12,13 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..conversion.quantized import setting
+from ..conversion.trace import tensors_in
 from ..ops.attention.context import EXCHANGES, Context
 from ..ops.dispatch.choices import check_choice
 from ..ops.dispatch.shard import ACTIVE
 from .forward import Around, Sharded
-from .roles import check_attends
+from .roles import blocks_of, sublayers_of
 
 ORDERS = ("contiguous", "zigzag")
 _c10d = torch.ops._c10d_functional
@@ -39,11 +41,8 @@ def context_parallel(
 
     ckptkern.checkpoint recomputes in the same context; with torch.utils.checkpoint call backward inside.
     """
-    outer, ACTIVE.context = ACTIVE.context, _context(mesh, order, exchange)
-    try:
+    with setting([ACTIVE], "context", _context(mesh, order, exchange)):
         yield
-    finally:
-        ACTIVE.context = outer
 
 
 def shard_sequence(
@@ -86,7 +85,7 @@ class OnPart(Around):
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
             # the ranks compare their shapes of the first call; a later call with other shapes fails in its collective
-            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            x = next(iter(tensors_in((args, kwargs))), None)
             if x is not None and not x.is_meta and not isinstance(x, FakeTensor):
                 self.checked = True
                 shape = torch.tensor(x.shape, device=x.device)
@@ -96,11 +95,8 @@ class OnPart(Around):
                         f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
                         f"{', '.join(str(tuple(sizes)) for sizes in shapes)}; pad the sequence"
                     )
-        outer, ACTIVE.context = ACTIVE.context, self.context
-        try:
+        with setting([ACTIVE], "context", self.context):
             return self.call(*args, **kwargs)
-        finally:
-            ACTIVE.context = outer
 
 
 class ContextParallel(ParallelStyle):
@@ -129,11 +125,19 @@ class ContextParallel(ParallelStyle):
         self.order, self.exchange = order, exchange
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward = module.__dict__.get("forward")
+        forward, kind = module.__dict__.get("forward"), type(module).__name__
         if isinstance(forward, OnPart) or (isinstance(forward, Sharded) and isinstance(forward.inner, OnPart)):
-            raise ValueError(f"ContextParallel: the sequences of this {type(module).__name__} are split already")
+            raise ValueError(f"ContextParallel: the sequences of this {kind} are split already")
         context = _context(device_mesh, self.order, self.exchange)
-        check_attends(module)
+        for block in blocks_of("ContextParallel", module):
+            if block.op not in ("attention_block", "transformer_layer"):
+                raise TypeError(f"ContextParallel: {kind} is a {block.op}, which has no attention and needs no style")
+            for sublayer in sublayers_of(block.template):
+                if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
+                    which = "latent " if "kv_a_weight" in sublayer else "cross-"
+                    raise TypeError(
+                        f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out"
+                    )
         module.forward = OnPart(module, context)  # type: ignore[method-assign]
         return module
 

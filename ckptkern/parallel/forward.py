@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..conversion.check import replacing
+from ..conversion.quantized import setting
+from ..conversion.trace import mapped
 from ..ops.dispatch.choices import kernels_alone
 from ..ops.dispatch.shard import ACTIVE, NotSharded
 from ..ops.sharded import Shard
@@ -59,74 +60,34 @@ class Sharded(Around):
     def __call__(self, *args, **kwargs):
         first = True
 
-        def local(value: Any) -> Any:
-            """Returns an argument as a local tensor: the first tensor, which is the input, in the layout of the group."""
+        def local(tensor: Tensor) -> Tensor:
+            """Returns an argument as a local tensor: the first, which is the input, in the layout of the group."""
             nonlocal first
-            if type(value) in (tuple, list):
-                return type(value)(map(local, value))
-            if not isinstance(value, Tensor):  # a cache stays the same object
-                return value
-            place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
+            place: Placement = Split(tensor.dim() - 2) if first and self.shard.sequence else Replicate()
             first = False
-            if isinstance(value, DTensor):
-                value = value.redistribute(placements=[place]).to_local()
-            return Waited.apply(value) if type(value) is AsyncCollectiveTensor else value
+            if isinstance(tensor, DTensor):
+                tensor = tensor.redistribute(placements=[place]).to_local()
+            return Waited.apply(tensor) if type(tensor) is AsyncCollectiveTensor else tensor
 
-        args, kwargs = tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
+        args, kwargs = mapped(local, (args, kwargs))
+        parts = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        summed = {id(p): parts[id(p)] for name, p in named if name in self.summed}
+        parts |= dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
         try:
-            with self.parameters(self.parts()):
-                ACTIVE.shard, outer = self.shard, ACTIVE.shard
-                try:
-                    return self.call(*args, **kwargs)
-                finally:
-                    ACTIVE.shard = outer
+            with replacing(self.module, lambda p: parts[id(p)]), setting([ACTIVE], "shard", self.shard):
+                return self.call(*args, **kwargs)
         except NotSharded as reason:
             if self.shard.sequence:
                 raise RuntimeError(f"TensorParallel: {reason}, which sequence_parallel does not support") from reason
             if kernels_alone():
                 raise RuntimeError(f"TensorParallel: backend('triton') was asked for, but {reason}") from reason
             _log_whole(str(reason))
-        with self.parameters(self.whole()):
-            ACTIVE.gathered, outer = True, ACTIVE.gathered
-            try:
-                return self.call(*args, **kwargs)
-            finally:
-                ACTIVE.gathered = outer
-
-    def names(self) -> Iterator[tuple[nn.Module, str, str]]:
-        """Yields (module, name in the module, full name) of every parameter, once per name."""
-        for path, owner in self.module.named_modules():
-            for name, value in owner._parameters.items():
-                if value is not None:
-                    yield owner, name, f"{path}.{name}" if path else name
-
-    def parts(self) -> dict[int, Tensor]:
-        """Returns this rank's part of every parameter, by the parameter's id."""
-        parts: dict[int, Tensor] = {}
-        summed: dict[int, Tensor] = {}
-        for owner, key, name in self.names():
-            value = owner._parameters[key]
-            if id(value) not in parts:
-                parts[id(value)] = value.to_local() if isinstance(value, DTensor) else value
-            if name in self.summed:
-                summed[id(value)] = parts[id(value)]
-        return parts | dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
-
-    def whole(self) -> dict[int, Tensor]:
-        values = {id(owner._parameters[key]): owner._parameters[key] for owner, key, _ in self.names()}
-        return {i: value.full_tensor() if isinstance(value, DTensor) else value for i, value in values.items()}
-
-    @contextmanager
-    def parameters(self, tensors: dict[int, Tensor]) -> Iterator[None]:
-        """Replaces the parameters by plain tensors inside."""
-        were = [(owner._parameters, key, owner._parameters[key]) for owner, key, _ in self.names()]
-        for parameters, key, value in were:
-            parameters[key] = tensors[id(value)]
-        try:
-            yield
-        finally:
-            for parameters, key, value in were:
-                parameters[key] = value
+        with (
+            replacing(self.module, lambda p: p.full_tensor() if isinstance(p, DTensor) else p),
+            setting([ACTIVE], "gathered", True),
+        ):
+            return self.call(*args, **kwargs)
 
 
 @functools.cache
@@ -169,18 +130,18 @@ class TensorParallel(ParallelStyle):
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )
-        sharded, distributed = Sharded(module, places, shard), dict[int, nn.Parameter]()
-        for owner, key, name in list(sharded.names()):
-            value = owner._parameters[key]
-            if id(value) not in distributed:
-                if isinstance(value, DTensor):
-                    raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
-                place = places.get(name, Place(None))
-                split = Replicate() if place.dim is None else Split(place.dim)
-                tensor = distribute_tensor(value, device_mesh, [split])
-                distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
-            owner._parameters[key] = distributed[id(value)]
-        module.forward = sharded  # type: ignore[method-assign]
+        distributed = {}
+        for name, value in module.named_parameters():
+            if isinstance(value, DTensor):
+                raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
+            dim = places[name].dim
+            tensor = distribute_tensor(value, device_mesh, [Replicate() if dim is None else Split(dim)])
+            distributed[id(value)] = nn.Parameter(tensor, value.requires_grad)
+        module.forward = Sharded(module, places, shard)  # type: ignore[method-assign]
+        for owner in module.modules():
+            for key, value in owner._parameters.items():
+                if value is not None:
+                    owner._parameters[key] = distributed[id(value)]
         return module
 
     def __repr__(self) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .. import nn as ours
 from ..conversion.binding import Fused, Own
+from ..conversion.computed import templates
 from ..conversion.reading import Weight
+from ..conversion.trace import mapped
 
 Template = dict[str, Any]  # of an op's arguments, in which a Weight names a parameter
 
@@ -55,11 +55,11 @@ def named(module: nn.Module, arguments: Template) -> Template:
     """Replaces parameters, and views of them, in arguments by Weights with their names."""
     names = {id(p): Weight(name) for name, p in module.named_parameters(remove_duplicate=False)}
 
-    def name(value: Any) -> Any:
-        base = value._base if isinstance(value, Tensor) else None
-        return names.get(id(value), value) if base is None else names[id(base)].rows(0, 3)
+    def name(tensor: Tensor) -> Tensor | Weight:
+        base = tensor._base
+        return names.get(id(tensor), tensor) if base is None else names[id(base)].rows(0, 3)
 
-    return tree_map(name, arguments)
+    return mapped(name, arguments)
 
 
 def blocks_of(style: str, module: nn.Module) -> list[Any]:
@@ -80,33 +80,12 @@ def blocks_of(style: str, module: nn.Module) -> list[Any]:
     )
 
 
-def check_attends(module: nn.Module) -> None:
-    """Raises TypeError unless the block is an attention, or a layer without cross-attention."""
-    kind = type(module).__name__
-    for block in blocks_of("ContextParallel", module):
-        if block.op not in ("attention_block", "transformer_layer"):
-            raise TypeError(f"ContextParallel: {kind} is a {block.op}, which has no attention and needs no style")
-        for sublayer in sublayers_of(block.template):
-            if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
-                which = "latent " if "kv_a_weight" in sublayer else "cross-"
-                raise TypeError(f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out")
-
-
 # -- the places of its parameters
 
 
-def weights_in(value: Any) -> Iterator[Weight]:
-    """Yields the parameters in a template's value."""
-    if isinstance(value, Weight):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from weights_in(item)
-
-
-def sublayers_of(template: Template) -> Iterator[Template]:
-    inner = [template.get(name) for name in ("attention_arguments", "cross_attention_arguments", "mlp_arguments")]
-    yield from (sublayer for sublayer in inner if sublayer is not None) if any(inner) else (template,)
+def sublayers_of(template: Template) -> list[Template]:
+    names = ("attention_arguments", "cross_attention_arguments", "mlp_arguments")
+    return [template[name] for name in names if template.get(name)] or [template]
 
 
 SPLIT = {
@@ -153,7 +132,7 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
                     f"TensorParallel: {block} has cross-attention, which sequence_parallel does not support"
                 )
             for role, value in sublayer.items():
-                for weight in weights_in(value):
+                for weight in templates(value, Weight):
                     place, tensor = place_of(module, sublayer, role, weight), parameter(module, weight)
                     if places.setdefault(id(tensor), place) != place:
                         raise ValueError(

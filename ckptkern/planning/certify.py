@@ -9,7 +9,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from ..conversion.blocks import is_converted
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
-from ..conversion.recorder import Loss, Step, device_of, loss_of, parts_of, step_of
-from ..conversion.report import Row, aligned, alike
-from ..conversion.trace import Call, mapped
+from ..conversion.recorder import Loss, Step, floating_in, loss_of, step_of
+from ..conversion.report import RAN, Row, aligned, alike
+from ..conversion.trace import Call, mapped, switched
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
@@ -72,8 +72,8 @@ class Certificate:
     @property
     def failures(self) -> list[str]:
         """Returns the names of parameters, or "loss", whose error is too large or NaN."""
-        named = [("loss", *self.loss), *((gradient.name, gradient.eager, gradient.ours) for gradient in self.gradients)]
-        return [name for name, eager, ours in named if not ours <= self.allowed(eager)]
+        errors = [GradientError("loss", *self.loss), *self.gradients]
+        return [error.name for error in errors if not error.ours <= self.allowed(error.eager)]
 
     @property
     def passed(self) -> bool:
@@ -90,10 +90,7 @@ class Certificate:
             lines.append(f"replaced, but ran as before convert: {', '.join(self.unused)}")
         if not self.replaced:
             lines.append("nothing was replaced: print(ckptkern.convert(model, ...)) says why")
-        largest = [
-            max(errors)
-            for errors in zip(*((gradient.eager, gradient.ours) for gradient in self.gradients), strict=True)
-        ]
+        largest = [max(getattr(gradient, of) for gradient in self.gradients) for of in ("eager", "ours")]
         summary = [
             ("against float64", "unmodified", "converted"),
             ("error of the loss", *map("{:.1e}".format, self.loss)),
@@ -112,11 +109,8 @@ class Certificate:
         ]
         groups = alike(Row(name, "", by) for name, by in self.replaced.items())
         replaced = [(name, str(rows[0].replaced_by)) for name, rows in groups]
-        for table in (
-            [("module", "replaced by"), *replaced],
-            [("gradient of", "unmodified", "converted", "ratio"), *errors],
-        ):
-            lines += ["", *aligned(table)]
+        lines += ["", *aligned([("module", "replaced by"), *replaced])]
+        lines += ["", *aligned([("gradient of", "unmodified", "converted", "ratio"), *errors])]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -139,13 +133,6 @@ class InFloat64(TorchDispatchMode):
             if wanted is not None and wanted.is_floating_point:
                 kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **kwargs)
-
-
-class Ran(NamedTuple):
-    """A step and its gradients by parameter name."""
-
-    step: Step
-    gradients: dict[str, Tensor]
 
 
 def certify(
@@ -172,50 +159,48 @@ def certify(
     """
     batch = example_inputs, example_kwargs
     check_step("certify", model, batch)
-    eager = revert(copied(model))
-    is_random = random(eager.train(), batch)
+    try:
+        eager, ours = copy.deepcopy(model), copy.deepcopy(model)
+    except Exception as error:  # a module's own __deepcopy__ may raise anything
+        raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
+    is_random = random(revert(eager).train(), batch)
     if is_random and random(eager.eval(), batch):
         raise ValueError("certify: two calls of the model in eval mode give different results. Make it deterministic")
-    ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
     forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
-    before = {name: dict(forward.calls) for name, forward in forwards.items()}
-    theirs, converted = (ran(m, batch, loss, not is_random) for m in (eager, ours))
-    as_said = "fused", "checkpointed"
-    unused = [
-        name for name, forward in forwards.items() if all(forward.calls[how] == before[name][how] for how in as_said)
-    ]
+    for forward in forwards.values():
+        forward.calls = dict.fromkeys(RAN, 0)
+    (their_step, theirs), (our_step, converted) = (ran(m, batch, loss, not is_random) for m in (eager, ours))
+    unused = [name for name, forward in forwards.items() if not any(forward.calls[how] for how in RAN[:2])]
     replaced = replaced_by(ours)
     del ours, forwards
     try:
-        with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
+        with switched(eager), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
-            exact = ran(eager.double(), wide, loss, not is_random)
+            _, exact = ran(eager.double(), wide, loss, not is_random)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
         ) from error
-    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(run, exact) for run in (theirs, converted))
-    eps = max(torch.finfo(gradient.dtype).eps for gradient in theirs.gradients.values())
+    names = list(exact)[1:]
+    floor = 1e-2 * max(rms(exact[name]) for name in names)
+    (loss_of_theirs, *errors), (loss_of_ours, *errors_of_ours) = (
+        [rms(run[name].double() - to) / max(rms(to), floor if name else 0.0, 1e-300) for name, to in exact.items()]
+        for run in (theirs, converted)
+    )
+    eps = max(torch.finfo(theirs[name].dtype).eps for name in names)
     return Certificate(
-        list(map(GradientError, exact.gradients, errors, errors_of_ours)),
+        list(map(GradientError, names, errors, errors_of_ours)),
         loss=(loss_of_theirs, loss_of_ours),
-        saved=(theirs.step.saved, converted.step.saved),
-        peak=(theirs.step.peak, converted.step.peak),
+        saved=(their_step.saved, our_step.saved),
+        peak=(their_step.peak, our_step.peak),
         replaced=replaced,
         unused=unused,
         dropout=not is_random,
         tolerance=tolerance,
         least=max(eps, statistics.median(errors)),
     )
-
-
-def copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:  # a module's own __deepcopy__ may raise anything
-        raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def replaced_by(model: nn.Module) -> dict[str, str]:
@@ -232,13 +217,13 @@ def random(model: nn.Module, call: Call) -> bool:
     """Returns whether two calls give different results."""
     args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
-        outputs = [model(*args, **kwargs) for _ in range(2)]
-    tensors = [parts_of(dict(output) if hasattr(output, "keys") else output) for output in outputs]
-    return not all(map(torch.equal, *tensors))
+        first, second = (floating_in(model(*args, **kwargs)) for _ in range(2))
+    return not all(map(torch.equal, first, second))
 
 
-def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
-    """Runs one step from a fixed seed, with gradients of zeros before."""
+def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> tuple[Step, dict[str, Tensor]]:
+    """Runs one step from a fixed seed, with gradients of zeros before. Returns it, and by name the loss, "", and the gradient
+    of each parameter."""
     gradients: dict[str, Tensor] = {}
     step = step_of(
         model,
@@ -248,7 +233,7 @@ def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
         trains=trains,
         ended=lambda: gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad}),
     )
-    return Ran(step, gradients)
+    return step, {"": step.loss, **gradients}
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
@@ -257,14 +242,3 @@ def weighted(wanted: Sequence[Tensor]) -> Tensor:
     return torch.stack(
         [(tensor * torch.randn(tensor.shape, generator=seed).to(tensor)).double().sum() for tensor in wanted]
     ).sum()
-
-
-def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
-    """Returns the relative error of the loss and of each gradient."""
-    floor = 1e-2 * max((rms(gradient) for gradient in exact.gradients.values()), default=0.0)
-
-    def error(of: Tensor, to: Tensor, least: float = 0.0) -> float:
-        return rms(of.double() - to.double()) / max(rms(to), least, 1e-300)
-
-    gradients = [error(run.gradients[name], to, floor) for name, to in exact.gradients.items()]
-    return error(run.step.loss, exact.step.loss), gradients

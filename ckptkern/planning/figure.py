@@ -8,11 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..conversion.recorder import Alive
-from ..memory import Timeline, three_digits
+from ..memory import Timeline, format_size, parse_size, three_digits
 from .table import largest_standing
 
 COLORS = {"eager PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]], path: str | os.PathLike) -> None:
@@ -33,14 +32,15 @@ def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]],
     figure.savefig(path, dpi=130)
 
 
-def unit_of(top: float) -> tuple[str, int]:
-    return next(((unit, size) for unit, size in UNITS if top >= size), UNITS[-1])
+def unit_of(top: int) -> tuple[str, int]:
+    """Returns the unit in which `format_size` shows a size, and its bytes."""
+    unit = format_size(top).split()[1]
+    return unit, parse_size(f"1{unit}") or 1
 
 
 def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str, str] = COLORS) -> None:
     """Draws forward and backward with equal widths, because the profiler distorts their times."""
-    top = max(timeline.peak for timeline in timelines.values())
-    unit, size = unit_of(top)
+    unit, size = unit_of(max(timeline.peak for timeline in timelines.values()))
     for mode, timeline in timelines.items():
         heights = [n / size for n in timeline.bytes]
         label = f"{mode}: peak {three_digits(timeline.peak / size)} {unit}"

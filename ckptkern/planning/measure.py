@@ -23,7 +23,7 @@ from torch.autograd import Function
 from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.binding import without_caches
-from ..conversion.protection import gradients_unmoved, seeded, unmoved
+from ..conversion.protection import no_trace
 from ..conversion.recorder import (
     Names,
     Saved,
@@ -37,7 +37,7 @@ from ..conversion.recorder import (
 from ..conversion.trace import Call, mapped, tensors_in
 from ..storage import offload
 from .segments import Segment, Strategy, Workspaces, in_strategies
-from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
+from .table import DOES_NOT_FIT, OWN, Cost, Example, Held, Kind, Measured, Table, total
 from .timing import Clock, Rates, Roofline
 
 # At most ROUNDS rounds of timing. They end after PATIENCE seconds from the fourth round on, and after LONG seconds before it,
@@ -49,10 +49,13 @@ ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
 
 
 def held_of(saved: Saved, step: Step) -> Held:
-    """Returns the saved storages by their names in the step. Storages named None are parameters and buffers, and do not
+    """Returns the saved bytes by their names in the step. Storages named None are parameters and buffers, and do not
     count."""
-    shared = {name: nbytes for key, nbytes in saved.items() if (name := step.names.get(key)) is not None}
-    return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
+    held: Held = {}
+    for key, nbytes in saved.items():
+        if (name := step.names.get(key, OWN)) is not None:
+            held[name] = held.get(name, 0) + nbytes
+    return held
 
 
 # -- one region alone
@@ -102,7 +105,7 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     the places of inputs and outputs. names: storages of the model's parameters and buffers."""
     step = Step()
     step.names |= names
-    step = step_of(alone, (call, {}), [("", alone.region)], step=step)
+    step_of(alone, (call, {}), [("", alone.region)], step=step)
     forward = next(stretch for stretch in step.stretches if stretch.region is not None)
     backward = list(itertools.dropwhile(lambda stretch: not stretch.backward or stretch.region is None, step.stretches))
     rise = max((stretch.highest - backward[0].start for stretch in backward), default=0)
@@ -116,7 +119,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     segment, strategies, alone = kind.first, kind.strategies, Alone(kind.first.module)
     call = mapped(as_input, without_caches(kind.call))
     device, start = device_of(alone, call), time.perf_counter()
-    kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
+    kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [{}] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
     leaves = [tensor for tensor in (*alone.parameters(), *tensors_in(call)) if tensor.is_leaf]
 
@@ -128,7 +131,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         with in_strategies([segment], [strategies[i]]), suppress(torch.OutOfMemoryError):
             kind.costs[i], kind.held[i] = watched_alone(alone, call, names)
             times[i] = []
-    with seeded(), unmoved(alone), torch.enable_grad(), gradients_unmoved(leaves):
+    with no_trace(alone), torch.enable_grad():
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
@@ -137,16 +140,14 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
                     root = alone(*call)
                 with Roofline(rates) as backward:
                     root.backward()
-                seconds, copied = None, 0
-                if rates is not None:
+                copied = 0.0
+                if rates is not None and isinstance(strategies[i].store, offload):
                     # copies to the host and back run beside the region's forward and backward, and the longer of both counts;
                     # copied is what stays on the device in the same mode without a store
-                    if isinstance(strategies[i].store, offload):
-                        here = kind.held[strategies.index(Strategy(strategies[i].mode))]
-                        copied = (here.bytes - kind.held[i].bytes) / rates.host
-                    seconds = max(forward.seconds, copied) + max(backward.seconds, copied)
-                flops = forward.flops + backward.flops
-                kind.costs[i] = kind.costs[i]._replace(flops=flops, seconds=seconds)
+                    here = kind.held[strategies.index(Strategy(strategies[i].mode))]
+                    copied = (total([here]) - total([kind.held[i]])) / rates.host
+                seconds = None if rates is None else max(forward.seconds, copied) + max(backward.seconds, copied)
+                kind.costs[i] = kind.costs[i]._replace(flops=forward.flops + backward.flops, seconds=seconds)
         clock = Clock(device)
         for done in range(ROUNDS if device.type != "meta" else 0):
             if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
@@ -194,22 +195,21 @@ def measure(
     with in_strategies(segments, [own[-1] for own in strategies]):
         recorded = example.step(segments, backs=False)
     workspace = None if rates is None else rates.memory // 32
-    rest = held_of(recorded.outside, recorded)
-    table = Table(example, [], [], rest, Workspaces(example.model), workspace, rates)
+    rest, workspaces = held_of(recorded.outside, recorded), Workspaces(example.model)
+    table = Table(example, [], [], rest, workspaces, workspace, rates)
     numbers = {
-        i: [kind_of(table.kinds, segments[i], recorded_call.call, strategies[i]) for recorded_call in calls]
+        i: [kind_of(table.kinds, segments[i], called.call, strategies[i]) for called in calls]
         for i, calls in sorted(recorded.calls.items())
     }
     fill(table, shown)
     for i, own in numbers.items():  # only regions that the model calls
-        held = []
-        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # one entry per strategy
-            held_by_calls = []
-            for called, alone in zip(recorded.calls[i], of_calls, strict=True):
-                if not called.hidden:
-                    named = [called.names[tuple(place)] for _, *place in alone.shared]
-                    held_by_calls.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
-            held.append(joined(held_by_calls))
+        held: list[Held] = [{} for _ in strategies[i]]
+        for j, called in enumerate(recorded.calls[i]):
+            for w, alone in enumerate(table.kinds[own[j]].held if not called.hidden else ()):
+                for name, nbytes in alone.items():
+                    name, nbytes = ((i, j, w), nbytes) if name == OWN else called.names[name[1:]]
+                    if name is not None:
+                        held[w][name] = nbytes
         table.rows.append(Measured(segments[i], own, strategies[i], held))
     return table
 

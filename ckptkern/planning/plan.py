@@ -102,7 +102,7 @@ class Plan:
 
     def __str__(self) -> str:
         size = memory.format_size
-        lines = [*self.table.text(self.chosen), *([] if self.table.rows else [f"{NOTHING}: {WAY}"])]
+        lines = self.table.text(self.chosen) + [f"{NOTHING}: {WAY}"] * (not self.table.rows)
         outside = f"{size(self.table.outside)} of it outside of the regions"
         if self.peak is None:
             return "\n".join([*lines, f"saved: {size(self.saved)} of a budget of {size(self.budget)}, {outside}"])
@@ -179,7 +179,7 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
     """
     model, call = example.model, example.call
     segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
-    if not segments and not any(p.is_meta for p in model.parameters()):
+    if not segments and example.device.type != "meta":
         args, kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), call)
         try:
             convert(model, *args, recompute="full", **options, **kwargs)
@@ -241,15 +241,14 @@ def plan(
             )
     if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
-    name, bound_given = ("saved", saved) if budget is None else ("budget", budget)
-    limit = math.inf if bound_given is None else bytes_of("plan", name, bound_given)
-    by_peak = budget is not None
+    by_peak, given = budget is not None, saved if budget is None else budget
+    limit = math.inf if given is None else bytes_of("plan", "budget" if by_peak else "saved", given)
     example = Example("plan", model, (example_inputs, example_kwargs), loss)
     with converted(example) as shown:
         check_keywords("plan", plan, model, example_kwargs)
         if device not in (None, *RATES):
             raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
-        if device is not None and not all(p.is_meta for p in model.parameters()):
+        if device is not None and example.device.type != "meta":
             raise ValueError(
                 "plan: device is for a model on the meta device. Leave it out: the times of this model are measured"
             )
@@ -258,7 +257,10 @@ def plan(
             """Measures in the ops' own workspace, or in a smaller one than `larger`'s."""
             if larger is None:
                 segments = found_segments(example, include, exclude)
-                strategies = [segment.strategies(stores) for segment in segments]
+                strategies = [
+                    [Strategy(mode, store) for store in (None, *stores) for mode in segment.modes()]
+                    for segment in segments
+                ]
                 table = measure(example, segments, strategies, shown, RATES.get(device))
             else:
                 table = narrower(larger, shown)
@@ -275,9 +277,7 @@ def plan(
             return other if other.peak(full) < LOWER * table.peak(full) else None
 
         table = agreed(measured, group)
-        bound = limit
-        if adapt or bound_given is None:
-            bound = min(limit, room(table, by_peak, table.uniform("full")))
+        bound = min(limit, room(table, by_peak, table.uniform("full"))) if adapt or given is None else limit
         chosen = Plan(table, int(bound), Search(table, smaller) if by_peak else None)
     if adapt:
         chosen.adapting = model.register_forward_pre_hook(lambda module, args: chosen._follow_room(limit))
@@ -388,18 +388,17 @@ def search(
             "Take that budget, a smaller multiple=, or fewer samples",
             int(least) if math.isfinite(least) else 0,
         )
-    fits, fails = first, None if limit is None else limit + multiple
-    bisect = False
-    while fails is None or fails - fits > max(multiple, fits // CLOSE):
-        guess = (fits + fails) / 2 if bisect and fails is not None else crossing(tried, fits, budget)
-        highest = math.inf if fails is None else fails - multiple
+    most = math.inf if limit is None else limit
+    fits, fails, bisect = first, most + multiple, False
+    while fails - fits > max(multiple, fits // CLOSE):
+        guess = (fits + fails) / 2 if bisect else crossing(tried, fits, budget)
         # do not grow more than fourfold at once
-        size = max(int(min(guess, 4 * fits, highest)) // multiple * multiple, fits + multiple)
-        if limit is not None and size > limit:
+        size = max(int(min(guess, 4 * fits, fails - multiple)) // multiple * multiple, fits + multiple)
+        if size > most:
             break
         tried[size] = peak_of(size)
         # extrapolation approaches a curved line from one side only, so bisect every other time
-        bisect = not bisect and fails is not None and size != fails
+        bisect = not bisect and fails < math.inf
         if tried[size] <= budget:
             fits = size
         else:

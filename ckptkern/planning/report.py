@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import memory
-from ..conversion.binding import ORIGINAL_CLASS
+from ..conversion.blocks import is_converted
 from ..conversion.recorder import Alive, Loss, Step
 from ..conversion.report import aligned, write_rows
 from ..extras import missing
@@ -19,7 +19,7 @@ from ..ops.dispatch.choices import MODES
 from .measure import measure
 from .plan import converted, found_segments
 from .segments import EAGER, ORIGINAL, Strategy, original_forwards
-from .table import Example, standing_lines
+from .table import Example, standing_lines, total
 
 
 @dataclasses.dataclass
@@ -110,9 +110,9 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
         segments = found_segments(example)
         strategies = []  # one mode per region; eager PyTorch only for a forward that convert replaced or may replace
         for segment in segments:
-            has_eager = segment.forward is not None or segment.is_block or ORIGINAL_CLASS in segment.module.__dict__
+            has_eager = segment.is_block or is_converted(segment.module)
             modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
-            strategies.append([ORIGINAL, *modes] if has_eager else modes)
+            strategies.append([ORIGINAL] * has_eager + modes)
         table = measure(example, segments, strategies, shown)
         totals = {}
         if table.rows and all(row.eager is not None for row in table.rows):
@@ -127,9 +127,12 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     for row in table.rows:
         of = row.segment.name, type(row.segment.module).__name__, row.segment.replaced_by
         for strategy, held, cost in zip(row.strategies, row.held, table.kinds[row.kinds[0]].costs, strict=True):
-            lines.append(Line(*of, str(strategy), held.bytes, cost.seconds, cost.flops, cost.transient))
-    timelines = {mode: step.over_time() for mode, step in steps.items()}
-    peaks = {mode: step.peak for mode, step in steps.items()}
+            lines.append(Line(*of, str(strategy), total([held]), cost.seconds, cost.flops, cost.transient))
     return Report(
-        lines, totals, timelines, peaks, {mode: step.standing() for mode, step in steps.items()}, table.text()
+        lines,
+        totals,
+        {mode: step.over_time() for mode, step in steps.items()},
+        {mode: step.peak for mode, step in steps.items()},
+        {mode: step.standing() for mode, step in steps.items()},
+        table.text(),
     )

@@ -5,9 +5,9 @@ A bound on saved bytes is an integer programme, solved exactly by SciPy's HiGHS:
     minimise    sum over regions s of cost[s, strategy of s]
     subject to  fixed + sum over s of own[s, strategy of s]  <=  budget
 
-fixed: what is saved outside of the regions, by a region in every strategy, or by several regions, such as the tables of a
-rotary embedding, which count once. Equal regions are counted, not told apart: n layers of a kind are one integer per strategy,
-because n binaries would have n! equal solutions.
+fixed: what is saved outside of the regions, or by several regions, such as the tables of a rotary embedding, which count once.
+Equal regions are counted, not told apart: n layers of a kind are one integer per strategy, because n binaries would have n!
+equal solutions.
 
 A bound on the peak bisects the bound on saved bytes, over modes and workspaces.
 """
@@ -73,23 +73,22 @@ def by_saved(table: Table, budget: int | None) -> Choice:
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
-    """Returns the groups of equal regions, and the bytes that are saved whatever is chosen."""
-    fixed, owner = dict(rest.shared), dict[tuple, int]()
+    """Returns the groups of equal regions, and the bytes that count whatever is chosen."""
+    fixed, owner = dict(rest), dict[tuple, int]()
     for i, own in enumerate(held):
-        always = set.intersection(*(set(saved_in.shared) for saved_in in own))
-        for name, nbytes in [item for option in own for item in option.shared.items()]:
-            if owner.setdefault(name, i) != i or name in always:
+        for name, nbytes in [item for option in own for item in option.items()]:
+            if owner.setdefault(name, i) != i:
                 fixed[name] = nbytes
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
-        private = [option.own + sum(n for name, n in option.shared.items() if name not in fixed) for option in own]
+        private = [sum(n for name, n in option.items() if name not in fixed) for option in own]
         strategies: list[int] = []  # that fit, and that no other strategy beats in both cost and bytes
         for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
             if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
                 strategies.insert(0, w)  # ordered by bytes, the least first
         picked = ([figures[w] for w in strategies] for figures in (cost, private))
         groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
-    return list(groups.values()), rest.own + sum(fixed.values())
+    return list(groups.values()), sum(fixed.values())
 
 
 def solved(groups: list[Group], room: int | None) -> Choice | None:
@@ -102,8 +101,7 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    starts = np.cumsum([0, *(len(group.strategies) for group in groups)])
-    of = np.repeat(np.arange(len(groups)), np.diff(starts))  # the group of each variable
+    of = np.repeat(np.arange(len(groups)), [len(group.strategies) for group in groups])  # the group of each variable
     nbytes = np.array([n for group in groups for n in group.own]) / KIB
     cost = np.array([c for group in groups for c in group.costs])
     members = np.array([len(group.members) for group in groups])
@@ -121,10 +119,10 @@ def solved(groups: list[Group], room: int | None) -> Choice | None:
         return None
     if not result.success:
         raise RuntimeError(f"plan: SciPy's milp found no optimum: {result.message}")
-    chosen = {}
-    for group, start in zip(groups, starts, strict=False):
+    chosen, counts = {}, iter(result.x)
+    for group in groups:
         # of equal regions the last save most: their backward runs first and frees it before the others recompute
-        strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
+        strategies = [w for w, n in zip(group.strategies, counts, strict=False) for _ in range(round(n))]
         chosen.update(zip(group.members, strategies, strict=True))
     return tuple(chosen[i] for i in range(len(chosen)))
 
@@ -140,13 +138,10 @@ class Choices:
         self.table, self.predicted = table, dict[Choice, int]()
         full, least = table.uniform("full"), by_saved(table, None)
         table.measured(full)
-        self.add(least)
-        for place in range(
-            max((len(row.strategies) for row in table.rows), default=0)
-        ):  # modes come first in the lists
-            self.add(tuple(min(place, len(row.strategies) - 1) for row in table.rows))
-        self.add(full)
-        self.add(by_saved(table, UNBOUNDED))
+        lasts = [len(row.strategies) - 1 for row in table.rows]  # modes come first in the lists
+        uniform = [tuple(min(place, last) for last in lasts) for place in range(max(lasts, default=-1) + 1)]
+        for chosen in (least, *uniform, full, by_saved(table, UNBOUNDED)):
+            self.add(chosen)
         self.low, self.high = table.saved(least), max(map(table.saved, self.predicted))
 
     def add(self, chosen: Choice) -> int:
@@ -181,10 +176,10 @@ class Choices:
         if over > 0:  # look for the lowest peak, also among the cheapest choices for STEPS evenly spaced bounds
             for i in range(STEPS):
                 self.add(by_saved(table, self.low + (self.high - self.low) * i // (STEPS - 1)))
-            table.measured(min(self.able(), key=lambda key: self.predicted[key]))
+            table.measured(min(self.able(), key=self.predicted.__getitem__))
         if tried := [key for key, peak in table.peaks.items() if peak <= budget]:
             return min(tried, key=table.cost_of)
-        lowest = min(table.peaks, key=lambda key: table.peaks[key])
+        lowest = min(table.peaks, key=table.peaks.__getitem__)
         least, largest = table.peaks[lowest], next(iter(table.steps[lowest].standing()), None)
         stands = "" if largest is None else f", of which {format_size(largest.bytes)} are {largest.what}"
         raise BudgetError(
@@ -196,22 +191,21 @@ class Choices:
 
 class Search:
     """Searches the model's own workspace and smaller ones, which are measured when they may help. narrower: returns the
-    table of the next smaller workspace, or None."""
+    table of the next smaller workspace, or None, which ends the list."""
 
     def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
-        self.all, self._narrower = [Choices(table)], narrower
+        self.all: list[Choices | None] = [Choices(table)]
+        self.narrower = narrower
 
     def best(self, budget: int) -> tuple[Choices, Choice]:
         """Returns the cheapest choice of all workspaces. Raises BudgetError with the smallest feasible budget."""
         best, cost, errors = None, math.inf, []
         for i in range(SMALLER + 1):
             if i == len(self.all):
-                table = self._narrower(self.all[-1].table) if self._narrower else None
-                if table is None:
-                    self._narrower = None
-                    break
-                self.all.append(Choices(table))
-            choices = self.all[i]
+                table = self.narrower(self.all[-1].table)
+                self.all.append(None if table is None else Choices(table))
+            if (choices := self.all[i]) is None:
+                break
             try:
                 chosen = choices.best(budget)
             except BudgetError as error:
@@ -221,11 +215,8 @@ class Search:
                 break
             best, cost = (choices, chosen), choices.table.cost_of(chosen)
             # skip smaller workspaces if even one of 0 bytes would not make it cheaper
-            table, wanted = choices.table, CHEAPER * cost
-            if sum(map(min, table.times())) > wanted:
-                break
-            roomier = choices.within(budget + table.rise(chosen))
-            if roomier is None or table.cost_of(roomier) > wanted:
+            roomier = choices.within(budget + choices.table.rise(chosen))
+            if roomier is None or choices.table.cost_of(roomier) > CHEAPER * cost:
                 break
         if best is None:
             raise min(errors, key=lambda error: error.least)

@@ -59,11 +59,9 @@ class Segment(NamedTuple):
     @property
     def strategy(self) -> Strategy:
         forward = self.forward
-        if forward is None and self.is_block:
-            return Strategy("none")
-        if forward is None or isinstance(forward, Own):
-            return Strategy(self.module.recompute, None if forward is None else forward.store)
-        return Strategy(forward.recompute, forward.store)
+        if forward is None:
+            return Strategy("none" if self.is_block else self.module.recompute)
+        return Strategy((self.module if isinstance(forward, Own) else forward).recompute, forward.store)
 
     def set(self, strategy: Strategy) -> None:
         """Sets the strategy for later forwards; existing graphs do not change. A replaced forward that the strategy does not
@@ -75,7 +73,7 @@ class Segment(NamedTuple):
             if self.is_block:
                 needed = strategy != Strategy("none")
             else:
-                needed = strategy.store is not None or (forward is not None and ORIGINAL_CLASS in self.module.__dict__)
+                needed = strategy.store is not None or ORIGINAL_CLASS in self.module.__dict__
                 self.module.recompute = strategy.mode
             if forward is None and needed:
                 self.module.forward = forward = (General if self.is_block else Own)(self.module, "none")
@@ -92,9 +90,6 @@ class Segment(NamedTuple):
         if self.replaced_by != "transformer_layer":
             return list(MODES)
         return [*MODES, *itertools.product(MODES, MODES)]
-
-    def strategies(self, stores: Sequence[Store]) -> list[Strategy]:
-        return [Strategy(mode, store) for store in (None, *stores) for mode in self.modes()]
 
 
 @contextlib.contextmanager
@@ -121,18 +116,16 @@ class Workspaces:
         self.size: int | None = None
         self.given: list[tuple[Any, int | str | None]] = []
         for module in model.modules():
-            forward = forward_of(module)
-            ops = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
-            if forward is not None:
-                ops += [forward, *(run for *_, run in runs_of(module))]
-            self.given += [(op, op.workspace) for op in ops]
+            for op in (module, forward_of(module), *(run for *_, run in runs_of(module))):
+                if isinstance(op, (Forward, *OURS)) and hasattr(op, "workspace"):
+                    self.given.append((op, op.workspace))
 
     def set(self, size: int | None) -> None:
         """Limits each workspace to `size` bytes; None restores their own sizes."""
         self.size = size
         for op, own in self.given:
-            is_larger = own is None or (size is not None and parse_bytes("plan", own) > size)
-            op.workspace = size if size is not None and is_larger else own
+            is_smaller = size is None or (own is not None and parse_bytes("plan", own) <= size)
+            op.workspace = own if is_smaller else size
 
     @contextlib.contextmanager
     def at(self, size: int | None) -> Iterator[None]:
@@ -202,17 +195,16 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
 @contextlib.contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
     """Restores the model as it was before convert inside the block."""
-    before = []
+    modules = [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]
+    before = [(module, type(module), forward_of(module)) for module in modules]
     try:
-        for module in [m for parent in model.modules() for m in (parent, *(run.module for *_, run in runs_of(parent)))]:
-            forward = module.__dict__.get("forward")
-            before.append((module, type(module), forward))
-            if isinstance(forward, Forward) and not isinstance(forward, Runs):
+        for module, kind, forward in before:
+            if forward is not None and not isinstance(forward, Runs):
                 forward.unbind()
-            module.__class__ = module.__dict__.get(ORIGINAL_CLASS, type(module))
+            module.__class__ = module.__dict__.get(ORIGINAL_CLASS, kind)
         yield
     finally:
-        for module, kind, forward in reversed(before):
+        for module, kind, forward in before:
             module.__class__ = kind
             if forward is not None:
                 module.forward = forward

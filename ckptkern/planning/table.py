@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map, tree_structure
 
 from ..conversion.recorder import Alive, Loss, Step, device_of, loss_of, step_of
 from ..conversion.report import aligned, name_of
@@ -26,16 +26,10 @@ SHOWN = 8  # lines of tensors alive at a peak
 Choice = tuple[int, ...]  # index of each region's strategy
 
 
-class Held(NamedTuple):
-    """Bytes that one owner saves: `own` in storages that no other owner sees, and `shared` ones by name. Only parameters and
-    the inputs and outputs of regions have names: a weight that autocast casts once for two regions counts in both."""
-
-    own: int = 0
-    shared: dict[tuple, int] = {}  # noqa: RUF012 (never written)
-
-    @property
-    def bytes(self) -> int:
-        return self.own + sum(self.shared.values())
+# Bytes that one owner saves, by name. Only the inputs and outputs of regions have names in the model, so that a weight that
+# autocast casts once for two regions counts in both; what no other owner sees is one item, OWN until its owner has a name.
+Held = dict[tuple, int]
+OWN = ("own",)
 
 
 class Cost(NamedTuple):
@@ -81,9 +75,9 @@ class Measured(NamedTuple):
     held: list[Held]
 
     @property
-    def eager(self) -> Held | None:
-        """Returns what the region saved before convert; None if that was not measured."""
-        return self.held[0] if self.strategies[0] == ORIGINAL else None
+    def eager(self) -> int | None:
+        """Returns the bytes that the region saved before convert; None if that was not measured."""
+        return total(self.held[:1]) if self.strategies[0] == ORIGINAL else None
 
 
 class Example:
@@ -144,8 +138,8 @@ class Table:
     @property
     def outside(self) -> int:
         """Returns the bytes saved outside of all regions that no region saves."""
-        seen = {name for row in self.rows for held in row.held for name in held.shared}
-        return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
+        seen = {name for row in self.rows for held in row.held for name in held}
+        return sum(nbytes for name, nbytes in self.rest.items() if name not in seen)
 
     def costs(self, chosen: Choice) -> list[Cost]:
         """Returns the cost of a call of each region."""
@@ -213,7 +207,7 @@ class Table:
             row = self.rows[places[0]]
             names = name_of([self.rows[i].segment.name for i in places]), row.segment.replaced_by
             for w, strategy in enumerate(row.strategies):
-                cost, held, time = kind.costs[w], row.held[w].bytes, ""
+                cost, held, time = kind.costs[w], total([row.held[w]]), ""
                 if cost.seconds is not None:
                     time = f"{three_digits(cost.seconds * 1e3)} ms" if math.isfinite(cost.seconds) else "does not fit"
                 lines.append(
@@ -222,7 +216,7 @@ class Table:
                         str(strategy),
                         str(sum(chosen[i] == w for i in places) or "") if chosen else "",
                         format_size(held),
-                        f"{held / row.eager.bytes:.1%}" if row.eager and row.eager.bytes else "",
+                        f"{held / row.eager:.1%}" if row.eager else "",
                         time,
                         three_digits(cost.flops / 1e9),
                         format_size(cost.transient),
@@ -245,17 +239,12 @@ def standing_lines(standing: Sequence[Alive]) -> list[str]:
     return aligned([(f"  {format_size(nbytes)}", *where) for nbytes, *where in largest_standing(standing)])
 
 
-def joined(held: Iterable[Held]) -> Held:
-    """Returns what several owners save together."""
-    own, shared = 0, dict[tuple, int]()
-    for part in held:
-        own += part.own
-        shared.update(part.shared)
-    return Held(own, shared)
-
-
 def total(held: Iterable[Held]) -> int:
-    return joined(held).bytes
+    """Returns the bytes that several owners save together."""
+    together: Held = {}
+    for part in held:
+        together |= part
+    return sum(together.values())
 
 
 def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Choice) -> int:
@@ -286,23 +275,23 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
         (row.segment.name, type(row.segment.module).__name__, tuple(row.kinds), *map(str, row.strategies))
         for row in table.rows
     ]
-    stretches = [step.stretches for step in table.steps.values()]
-    figures = [row.held for row in table.rows], table.rest, [kind.costs for kind in table.kinds], stretches
+    figures = [
+        *(row.held for row in table.rows),
+        *(kind.costs for kind in table.kinds),
+        *(step.stretches for step in table.steps.values()),
+        table.rest,
+    ]
     theirs = gathered((names, figures), group)
     for rank, other in enumerate(theirs):
         if isinstance(other, str):
             raise RuntimeError(f"plan: rank {rank} of the group failed with {other}")
-        if other[0] != names or tree_flatten(other[1])[1] != tree_flatten(figures)[1]:
+        if other[0] != names or tree_structure(other[1]) != tree_structure(figures):
             raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
-
-    held, table.rest, costs, stretches = tree_map(
+    *largest, table.rest = tree_map(
         lambda *values: max(values) if isinstance(values[0], (int, float)) else values[0],
         *(other[1] for other in theirs),
     )
-    table.rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=True)]
-    for kind, own in zip(table.kinds, costs, strict=True):
-        kind.costs = own
-    for step, own in zip(table.steps.values(), stretches, strict=True):
-        step.stretches = own
+    for own, of_all in zip(figures[:-1], largest, strict=True):
+        own[:] = of_all
     table.group = group
     return table

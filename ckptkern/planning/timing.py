@@ -24,12 +24,12 @@ class Clock:
     """Times steps: clock(prepare) returns the seconds that the step returned by prepare() takes on the device.
 
     The GPU sleeps before the first event until the host has launched the whole step, so that no kernel waits for its launch. If
-    the host needs longer, a step is prepared and run again. ahead: the host was ahead of the GPU in every step; if a step waits
-    for the GPU, its seconds include host time.
+    the host needs longer, a step is prepared and run again, behind a longer sleep. The seconds of a step that itself waits for
+    the GPU include host time.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.cycles, self.ahead = device, SLEEP, True
+        self.device, self.cycles = device, SLEEP
 
     def __call__(self, prepare: Callable[[], Step]) -> float:
         if self.device.type != "cuda":
@@ -37,26 +37,19 @@ class Clock:
             start = time.perf_counter()
             step()
             return time.perf_counter() - start
-        seconds, ahead = self._attempt(prepare, self.cycles)
-        while not ahead and self.cycles < LONGEST_SLEEP:
+        while True:
+            step = prepare()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.device(self.device):
+                torch.cuda._sleep(self.cycles)
+                begin.record()
+                step()
+                end.record()
+                is_late = begin.query()  # the sleep ended before the host had launched the whole step
+            end.synchronize()
+            if not is_late or self.cycles >= LONGEST_SLEEP:
+                return begin.elapsed_time(end) / 1e3
             self.cycles *= 2
-            seconds, ahead = self._attempt(prepare, self.cycles)
-        self.ahead = self.ahead and ahead
-        return seconds
-
-    def _attempt(self, prepare: Callable[[], Step], cycles: int) -> tuple[float, bool]:
-        """Runs a step behind a sleep of `cycles`. Returns its seconds, and whether the host had launched the whole step
-        before the sleep ended."""
-        step = prepare()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(self.device):
-            torch.cuda._sleep(cycles)
-            begin.record()
-            step()
-            end.record()
-            ahead = not begin.query()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3, ahead
 
 
 class Rates(NamedTuple):

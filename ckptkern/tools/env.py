@@ -6,11 +6,11 @@ No function here raises an error: missing parts are reported with the reason.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import __version__, state
@@ -27,6 +28,7 @@ from ..ops import backend, mlp
 from ..segments.checkpoint import checkpoint
 
 GIB = 1 << 30
+NOT_INSTALLED = "not installed"
 
 
 def load_warning(threads: int) -> str | None:
@@ -44,17 +46,17 @@ def load_warning(threads: int) -> str | None:
 
 def answer(*command: str) -> str | None:
     """Returns what a program prints, or None if it is missing or fails."""
-    if shutil.which(command[0]) is None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
         return None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _package_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def _versions() -> dict[str, str]:
@@ -95,29 +97,24 @@ def _devices() -> dict[str, dict[str, Any]]:
 
 
 def _backends() -> dict[str, str]:
-    from ..ops.dispatch import choices as ops
+    from ..ops.dispatch import choices
 
-    answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
-    for device in ("cpu", "cuda"):
-        if device == "cuda" and not torch.cuda.is_available():
-            answer[device] = "no device"
-            continue
-        try:
-            answer[device] = ops.choose_backend("env", torch.empty(0, device=device))
-            with ops.backend("triton"):
-                ops.choose_backend("env", torch.empty(0, device=device))
-        except RuntimeError as error:  # "env: backend('triton') was asked for, but ..."
-            answer[device] = f"{answer.get(device, 'none')} ({str(error).partition('but ')[2]})"
-    return answer
+    backends = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
+    backends |= {"cpu": "none", "cuda": "no device"}
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        backends[device], reason = "none", choices._device_reason(device, None)
+        with contextlib.suppress(RuntimeError):  # CKPTKERN_BACKEND is "triton", which cannot run here
+            backends[device] = choices.choose_backend("env", torch.empty(0, device=device))
+        backends[device] += f" ({reason})" if reason else ""
+    return backends
 
 
 def _launchers() -> dict[str, str]:
     """Returns what Triton builds in C at run time to launch kernels, and the tools that it needs."""
     version = _package_version("triton")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None:
+    if version == NOT_INSTALLED:
         built = f"none: Triton is {version}"
-    elif tuple(map(int, numbers.groups())) < (3, 7):
+    elif TorchVersion(version) < (3, 7):
         built = "one for each signature of a kernel, at its first launch"
     else:
         built = "one for all kernels, once"
@@ -178,6 +175,9 @@ def _tuned_impls() -> dict[str, Any]:
 def _extension() -> dict[str, Any]:
     """Returns which implementation of `ckptkern.state` runs, why, and its host time beside torch's checkpoint."""
     module, why = state.LOADED
+    runs = {"runs": "Python", "why": why, "built for torch": "none"}
+    if module is not None:
+        runs = {"runs": "C++", "path": Path(why).name, "built for torch": module.torch_version}
     layer, x = torch.nn.Linear(8, 8, device="meta").to_empty(device="cpu"), torch.ones(1, 8, requires_grad=True)
     calls = {
         "ckptkern.checkpoint": lambda: checkpoint(layer, x),
@@ -196,12 +196,7 @@ def _extension() -> dict[str, Any]:
             times = {name: microseconds(call) for name, call in calls.items()}
     finally:
         torch.set_num_threads(threads)
-    return {
-        "runs": "Python" if module is None else "C++",
-        "why" if module is None else "path": why if module is None else Path(why).name,
-        "built for torch": "none" if module is None else module.torch_version,
-        "host time, forward and backward": times,
-    }
+    return runs | {"host time, forward and backward": times}
 
 
 SECTIONS: dict[str, Callable[[], Any]] = {

@@ -92,9 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="FILE", help="write a row for each module to this file")
 
 
-def load(target: str, again: bool = True) -> Callable[..., Any]:
-    """Returns the function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run again, so
-    that its classes stay the same. Raises ValueError with the reason."""
+def load(target: str) -> Callable[..., Any]:
+    """Returns the function that FILE:FUNCTION names. A file that this process has loaded is not run again, so that its
+    classes stay the same. Raises ValueError with the reason."""
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         raise ValueError(f"wanted FILE:FUNCTION but got {target!r}")
@@ -103,7 +103,7 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
         if not path.is_file():
             raise ValueError(f"there is no file {name}")
         module = sys.modules.get(path.stem)
-        if again or getattr(module, "__file__", None) != str(path):
+        if getattr(module, "__file__", None) != str(path):
             sys.path.insert(0, str(path.parent))
             spec = importlib.util.spec_from_file_location(path.stem, path)
             module = importlib.util.module_from_spec(spec)
@@ -132,33 +132,8 @@ def model_and_inputs(target: str) -> tuple[nn.Module, tuple, dict[str, Any]]:
     return model, *arguments_of(inputs)
 
 
-def run_convert(args: argparse.Namespace) -> None:
-    model, inputs, named = model_and_inputs(args.target)
-    options = {name: getattr(args, name) for name in ("recompute", "workspace", "include", "exclude", "otherwise")}
-    conversion = convert(model, *inputs, **options, **named)
-    print(conversion)
-    if args.csv:
-        write_rows(args.csv, map(asdict, conversion))
-
-
-def run_report(args: argparse.Namespace) -> None:
-    needed = [*(["matplotlib"] if args.figure else []), *(["scipy"] if args.budget or args.saved else [])]
-    if hint := missing(*needed):
-        raise ValueError(hint)
-    model, inputs, named = model_and_inputs(args.target)
-    if not (inputs or named):
-        raise ValueError("FUNCTION must return (model, inputs), to measure with")
-    measured = report(model, *inputs, **named)
-    print(measured)
-    if args.csv:
-        measured.csv(args.csv)
-    if args.figure:
-        measured.figure(args.figure)
-    if args.budget or args.saved:
-        print(f"\n{plan(model, *inputs, budget=args.budget, saved=args.saved, **named)}")
-
-
 def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0; 2 if FILE:FUNCTION or an option is wrong."""
     try:
         if args.command == "frontier":
             built = load(args.target)()
@@ -169,8 +144,29 @@ def main(args: argparse.Namespace) -> int:
                 )
             largest = frontier(*built, args.budget, multiple=args.multiple, limit=args.limit)
             print(f"{largest.plan}\n\n{largest}")
-        else:
-            (run_convert if args.command == "convert" else run_report)(args)
+            return 0
+        if args.command == "convert":
+            model, inputs, named = model_and_inputs(args.target)
+            options = ("recompute", "workspace", "include", "exclude", "otherwise")
+            conversion = convert(model, *inputs, **{name: getattr(args, name) for name in options}, **named)
+            print(conversion)
+            if args.csv:
+                write_rows(args.csv, map(asdict, conversion))
+            return 0
+        plans = args.budget or args.saved
+        if hint := missing(*["matplotlib"] * bool(args.figure), *["scipy"] * bool(plans)):
+            raise ValueError(hint)
+        model, inputs, named = model_and_inputs(args.target)
+        if not (inputs or named):
+            raise ValueError("FUNCTION must return (model, inputs), to measure with")
+        measured = report(model, *inputs, **named)
+        print(measured)
+        if args.csv:
+            measured.csv(args.csv)
+        if args.figure:
+            measured.figure(args.figure)
+        if plans:
+            print(f"\n{plan(model, *inputs, budget=args.budget, saved=args.saved, **named)}")
     except ValueError as error:
         print(f"ckptkern {args.command}: {error}", file=sys.stderr)
         return 2

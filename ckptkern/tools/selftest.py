@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .. import ops, state
+from .. import nn, ops, state
 from ..extras import from_checkout, missing
 from ..memory import saved_tensors
+from ..nn.layer import Layer
 from ..ops.dispatch import choices as _choices
 from . import env
 
@@ -28,67 +29,25 @@ Result = tuple[str, str | None]  # the check, and its fault or None
 
 TOKENS, FEATURES, HIDDEN, OUT = 72, 48, 80, 56
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+OPS = ("linear_act", "linear_stack", "mlp", "gated_mlp")
+CASES = [(op, activation) for op in OPS for activation in ("silu" if op == "gated_mlp" else "relu", "gelu")]
 
 
-SIZES = {"features": FEATURES, "hidden": HIDDEN, "out": OUT}
-LAYERS: dict[str, dict[str, tuple[str, str]]] = {  # op -> name -> sizes of outputs and inputs
-    "linear_act": {"": ("out", "features")},
-    "linear_stack": {"0.": ("hidden", "features"), "1.": ("hidden", "hidden"), "2.": ("out", "hidden")},
-    "mlp": {"fc1_": ("hidden", "features"), "fc2_": ("out", "hidden")},
-    "gated_mlp": {"gate_": ("hidden", "features"), "up_": ("hidden", "features"), "down_": ("out", "hidden")},
-}
-
-
-def random_inputs(
-    op: str, tokens: int, sizes: dict[str, int], dtype: torch.dtype, device: torch.device | str
-) -> Tensors:
-    """Returns x and the weights and biases of the op's layers by name, scaled so that activations keep their size."""
-    shapes = {"x": (tokens, sizes["features"])}
-    for name, (rows, columns) in LAYERS[op].items():
-        shapes |= {f"{name}weight": (sizes[rows], sizes[columns]), f"{name}bias": (sizes[rows],)}
-    options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    wide, tensors = torch.promote_types(dtype, torch.float32), {}
-    for name, shape in shapes.items():
-        value = torch.randn(shape, dtype=wide, **options) * (shape[1] ** -0.5 if name.endswith("weight") else 1.0)
-        tensors[name] = value.to(dtype).requires_grad_()
-    return tensors
-
-
-def call(op: str, t: Tensors, **options: str) -> Tensor:
+def module_of(op: str, activation: str, features: int, hidden: int, out: int, **options: Any) -> Layer:
+    """Returns the module that calls the op, with biases."""
+    if op == "linear_act":
+        return nn.Linear(features, out, activation=activation, **options)
     if op == "linear_stack":
-        return ops.linear_stack(
-            t["x"], *([t[f"{i}.{part}"] for i in range(3)] for part in ("weight", "bias")), **options
-        )
-    return getattr(ops, op)(**t, **options)
+        return nn.LinearStack([features, hidden, hidden, out], activation, **options)
+    kind = nn.GatedMLP if op == "gated_mlp" else nn.MLP
+    return kind(features, hidden, out, activation, bias=True, **options)
 
 
-def saved_bytes(op: str, t: Tensors, **options: str) -> int:
-    """Returns the bytes that a call saves besides parameters; on meta tensors, the bytes that the op declares."""
-    with saved_tensors(exclude=[leaf for name, leaf in t.items() if name != "x"]) as saved:
-        call(op, t, **options)
+def saved_bytes(module: Layer, x: Tensor) -> int:
+    """Returns the bytes that a call saves besides parameters; on the meta device, the bytes that the op declares."""
+    with saved_tensors(module) as saved:
+        module(x)
     return saved.bytes
-
-
-def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
-    return F.linear(x, t[f"{name}weight"], t[f"{name}bias"])
-
-
-def _stack(act: Callable, t: Tensors) -> Tensor:
-    x = t["x"]
-    for name in LAYERS["linear_stack"]:
-        x = act(_linear(t, name, x))
-    return x
-
-
-# The ops in PyTorch's own functions, from inputs by name.
-PLAIN: dict[str, Callable[[Callable, Tensors], Tensor]] = {
-    "linear_act": lambda act, t: act(_linear(t, "", t["x"])),
-    "linear_stack": _stack,
-    "mlp": lambda act, t: _linear(t, "fc2_", act(_linear(t, "fc1_", t["x"]))),
-    "gated_mlp": lambda act, t: _linear(t, "down_", act(_linear(t, "gate_", t["x"])) * _linear(t, "up_", t["x"])),
-}
-CASES = [(name, act) for name in PLAIN for act in ("silu" if name == "gated_mlp" else "relu", "gelu")]
 
 
 # -- the rule by which results are checked, also in the benchmarks -----------------------------------------------------
@@ -135,12 +94,8 @@ def available_backends() -> Iterator[tuple[str, str]]:
     """Yields the (device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield device, "eager"
-        try:
-            with ops.backend("triton"):
-                _choices.choose_backend("selftest", torch.empty(0, device=device))
-        except RuntimeError:
-            continue
-        yield device, "triton"
+        if _choices._device_reason(device, None) is None:
+            yield device, "triton"
 
 
 def check_environment() -> Iterator[Result]:
@@ -198,20 +153,23 @@ def check_dropout(device: str, backend: str) -> Iterator[Result]:
 
 def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backend: str) -> Iterator[Result]:
     """Checks outputs, gradients and saved bytes in the three recompute modes."""
-    unfused = functools.partial(PLAIN[name], ACTIVATIONS[activation])
-    leaves = random_inputs(name, TOKENS, SIZES, dtype, device)
-    on_meta = {key: torch.empty_like(leaf, device="meta").requires_grad_() for key, leaf in leaves.items()}
-    dy = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(1)).to(device=device, dtype=dtype)
-    doubles = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
-    exact = gradients(lambda: unfused(doubles), doubles, dy.double())
-    eager = relative_errors(gradients(lambda: unfused(leaves), leaves, dy), exact)
+    module = module_of(name, activation, FEATURES, HIDDEN, OUT, device=device, dtype=dtype)
+    wide, on_meta = copy.deepcopy(module).double(), copy.deepcopy(module).to("meta")
+    x, dy = (torch.randn(TOKENS, columns, device=device).to(dtype) for columns in (FEATURES, OUT))
+    x.requires_grad_()
+
+    def step(of: Layer, forward: Callable[[Tensor], Tensor], like: Tensor = x) -> Tensors:
+        leaf = x.detach().to(like).requires_grad_()
+        return gradients(lambda: forward(leaf), {"x": leaf, **dict(of.named_parameters())}, dy.to(like))
+
+    exact = step(wide, wide._composed, x.double())
+    eager = relative_errors(step(module, module._composed), exact)
     for mode in _choices.MODES:
-        options = {"activation": activation, "recompute": mode}
-        run = functools.partial(call, name, leaves, **options)
+        module.recompute = on_meta.recompute = mode
         with ops.backend("eager"):
-            wanted = saved_bytes(name, on_meta, **options)
+            wanted = saved_bytes(on_meta, x.to("meta"))
         with ops.backend(backend):
-            saved, results = saved_bytes(name, leaves, **options), gradients(run, leaves, dy)
+            saved, results = saved_bytes(module, x), step(module, module)
         ratio, worst = error_ratio(relative_errors(results, exact), eager, dtype)
         faults = [] if ratio <= 2 else [f"error of {worst} is {ratio:.2f} times eager's"]
         faults += [] if saved == wanted else [f"saves {saved} B, declared are {wanted}"]
@@ -228,7 +186,7 @@ def checks() -> Iterator[Iterator[Result]]:
     for device, backend in backends:
         yield check_dropout(device, backend)
     # on a GPU also the default backend, where libraries run most matmuls
-    by_default = [("cuda", "auto")] if ("cuda", "triton") in backends else []
+    by_default = [("cuda", "auto")] * (("cuda", "triton") in backends)
     for device, backend in (*backends, *by_default):
         dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (device == "cuda")
         for (name, activation), dtype in itertools.product(CASES, dtypes):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..conversion.protection import no_trace
 from ..conversion.quantized import setting
@@ -17,6 +17,7 @@ from ..conversion.recorder import as_input, check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
+from ..ops.dispatch.choices import autocast_off
 
 
 class Kernel(NamedTuple):
@@ -97,35 +98,12 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         compiled.c_modules.append(time.perf_counter() - started)
         return library
 
-    knobs.compilation.listener, build._build = listener, built
     knobs.runtime.launch_enter_hook.add(launched)
     try:
-        yield compiled
+        with setting([knobs.compilation], "listener", listener), setting([build], "_build", built):
+            yield compiled
     finally:
-        knobs.compilation.listener, build._build = before, builder
         knobs.runtime.launch_enter_hook.remove(launched)
-
-
-# -- the step
-
-
-def as_leaf(tensor: Tensor) -> Tensor:
-    """Returns the input at its own address, on whose alignment kernels depend, without its graph and gradient."""
-    leaf = as_input(tensor)
-    return leaf if tensor.is_leaf else leaf.clone()  # a module may write into a tensor that is not a leaf
-
-
-def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Runs forward in training mode, and backward outside of autocast, as training does."""
-    if not model.training:  # only then: a model in training may have parts in evaluation
-        model.train()
-    results = differentiated(model(*args, **kwargs))
-    if not any(tensor.requires_grad for tensor in results):
-        raise ValueError("warm_up: wanted an output with a gradient, but no tensor that the model returned has one")
-    with contextlib.ExitStack() as stack:
-        for kind in {tensor.device.type for tensor in results}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
 
 
 def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> WarmUp:
@@ -160,11 +138,21 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             torch.enable_grad(),
             no_trace(inner, call),
             # Megatron-LM's sums of gradients, to which backward would add
-            setting([p for p in model.parameters() if hasattr(p, "main_grad")], "main_grad", None),
+            setting(model.parameters(), "main_grad", None),
             progress("warm_up") as shown,
             compilations(shown) as compiled,
         ):
-            step(model, *mapped(as_leaf, call))
+            if not model.training:  # only then: a model in training may have parts in evaluation
+                model.train()
+            # inputs at their own addresses, on whose alignment kernels depend; but a module may write into what is no leaf
+            args, kwargs = mapped(lambda t: as_input(t) if t.is_leaf else as_input(t).clone(), call)
+            results = differentiated(model(*args, **kwargs))
+            if not any(tensor.requires_grad for tensor in results):
+                raise ValueError(
+                    "warm_up: wanted an output with a gradient, but no tensor that the model returned has one"
+                )
+            with autocast_off(results[0]):  # backward runs outside of autocast, as in training
+                torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:

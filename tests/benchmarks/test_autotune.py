@@ -199,7 +199,7 @@ def test_what_is_timed_is_the_implementation(two_routes, impl):
         model(x, impl).sum().backward()
     assert (library.called, kernels.called) == (impl == "library", impl == "triton")
     assert {name for name, _ in model.named_parameters()} == {
-        f"weights.fc{n}_{kind}" for n in "12" for kind in ("weight", "bias")
+        f"op.fc{n}.{kind}" for n in "12" for kind in ("weight", "bias")
     }
 
 

@@ -280,8 +280,8 @@ PLANNING = [
     Fault(
         "certify: a gradient of NaN passes",
         "ckptkern/planning/certify.py",
-        "for name, eager, ours in named if «not ours <= self.allowed(eager)»]",
-        "ours > self.allowed(eager)",
+        "for error in errors if «not error.ours <= self.allowed(error.eager)»]",
+        "error.ours > self.allowed(error.eager)",
         ("tests/planning/test_certify.py",),
     ),
 ]

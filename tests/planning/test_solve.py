@@ -7,7 +7,7 @@ import pytest
 
 from ckptkern.errors import BudgetError
 from ckptkern.planning.search import choose
-from ckptkern.planning.table import Held, total
+from ckptkern.planning.table import OWN, total
 
 pytest.importorskip("scipy")
 
@@ -17,7 +17,7 @@ def problem(seed):
     draw = random.Random(seed)
     names = [("out", i) for i in range(4)]
     sizes = {name: draw.choice([0, 7, 4096, 3 * 2**20]) for name in names}
-    rest = Held(draw.choice([0, 100]), {n: sizes[n] for n in draw.sample(names, draw.choice([0, 0, 1]))})
+    rest = {OWN: draw.choice([0, 100])} | {n: sizes[n] for n in draw.sample(names, draw.choice([0, 0, 1]))}
     kinds = []
     for _ in range(draw.randint(1, 3)):
         strategies = draw.randint(1, 4)
@@ -32,7 +32,7 @@ def problem(seed):
         cost, own = draw.choice(kinds)
         shared = [{n: sizes[n] for n in names if draw.random() < 0.3} if draw.random() < 0.5 else {} for _ in own]
         costs.append(cost)
-        held.append([Held(n, some) for n, some in zip(own, shared, strict=True)])
+        held.append([{(len(held), w): n, **some} for w, (n, some) in enumerate(zip(own, shared, strict=True))])
     return costs, held, rest
 
 
@@ -46,15 +46,11 @@ def of(strategies, costs, held, rest):
 
 def with_what_several_save(held, rest):
     """The rest with the storages that more than one region may save: they count once, whatever is chosen."""
-    names = [{name for option in own for name in option.shared} for own in held]
+    names = [{name for option in own for name in option} for own in held]
     several = {
-        name: n
-        for own in held
-        for option in own
-        for name, n in option.shared.items()
-        if sum(name in of for of in names) > 1
+        name: n for own in held for option in own for name, n in option.items() if sum(name in of for of in names) > 1
     }
-    return rest._replace(shared=rest.shared | several)
+    return rest | several
 
 
 @pytest.mark.slow
@@ -83,9 +79,9 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart():
     draw = random.Random(0)
     cost = [1 + draw.random() for _ in range(9)]
     own = [int(2**30 / c**3) for c in cost]
-    costs, held = [cost] * 96, [[Held(n, {("in", i): 2**24}) for n in own] for i in range(96)]
+    costs, held = [cost] * 96, [[{(i, w): n, ("in", i): 2**24} for w, n in enumerate(own)] for i in range(96)]
     budget = 96 * (2**24 + sorted(own)[4]) - 1
-    ours, actual = of(choose(costs, held, Held(), budget), costs, held, Held())
+    ours, actual = of(choose(costs, held, {}, budget), costs, held, {})
     assert ours <= budget
     # the best of all mixtures of two strategies, which is what the relaxed problem has
     mixtures = [
@@ -98,13 +94,13 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart():
 
 
 def test_of_layers_that_are_alike_the_last_save_most():
-    held = [[Held(100), Held(10)] for _ in range(5)]
-    assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == (1, 1, 1, 0, 0)
+    held = [[{(i, 0): 100}, {(i, 1): 10}] for i in range(5)]
+    assert choose([[1.0, 2.0]] * 5, held, {}, 240) == (1, 1, 1, 0, 0)
 
 
 def test_the_solvers_tolerance_is_no_byte_too_many():
     """A bound that one byte more would meet with another choice, for sizes whose doubles are not exact in MiB."""
     big = 10**12 + 1
-    held = [[Held(big), Held(3)], [Held(big // 3), Held(1)]]
-    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3 - 1) != (0, 0)
-    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3) == (0, 0)
+    held = [[{(0, 0): big}, {(0, 1): 3}], [{(1, 0): big // 3}, {(1, 1): 1}]]
+    assert choose([[1.0, 2.0], [1.0, 2.0]], held, {}, big + big // 3 - 1) != (0, 0)
+    assert choose([[1.0, 2.0], [1.0, 2.0]], held, {}, big + big // 3) == (0, 0)

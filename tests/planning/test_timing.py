@@ -1,5 +1,6 @@
 """The clock of steps. What of it needs no GPU runs here with a step's own doings; tests marked gpu run the rest."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -13,27 +14,33 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("needed", [1, timing.SLEEP + 1, timing.LONGEST_SLEEP, 2 * timing.LONGEST_SLEEP])
 def test_the_sleep_grows_until_the_host_is_ahead(needed, monkeypatch):
-    """Launches take the host as long as `needed` cycles. The clock remembers sleeps, and whether it was ahead, over steps. The
-    device is only a name here."""
-    asked = []
+    """Launches take the host as long as `needed` cycles. The clock remembers sleeps over steps. The device is only a name
+    here."""
+    asked, ran = [], []
 
-    def attempt(prepare, cycles):
-        asked.append(cycles)
-        return 100.0 / len(asked), cycles >= needed
+    class Event:
+        def __init__(self, enable_timing):
+            self.record = self.synchronize = lambda: None
 
+        def query(self):
+            return asked[-1] < needed
+
+        def elapsed_time(self, end):
+            return 1e5 / len(asked)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "_sleep", asked.append)
     clock = timing.Clock(torch.device("cuda", 0))
-    monkeypatch.setattr(clock, "_attempt", attempt)
-    assert clock(None) == 100.0 / len(asked), "of the last attempt alone"
+    seconds = clock(lambda: lambda: ran.append(len(asked)))
+    assert seconds == 100.0 / len(asked), "of the last attempt alone"
+    assert ran == [*range(1, len(asked) + 1)], "a step behind each sleep"
     grown = [timing.SLEEP * 2**n for n in range(len(asked))]
     assert asked == grown
     assert clock.cycles == grown[-1] >= min(needed, timing.LONGEST_SLEEP)
     assert all(size < needed for size in grown[:-1])
-    assert clock.ahead == (needed <= timing.LONGEST_SLEEP)
-    clock(None)
+    clock(lambda: lambda: None)
     assert asked == [*grown, grown[-1]], "the next step begins where this one ended"
-    monkeypatch.setattr(clock, "_attempt", lambda prepare, cycles: (1.0, True))
-    clock(None)
-    assert clock.ahead == (needed <= timing.LONGEST_SLEEP), "one step that waited is in the figures"
 
 
 def test_what_prepares_a_step_is_not_timed(monkeypatch):
@@ -75,4 +82,4 @@ def test_the_host_is_ahead_on_a_gpu():
     for waits in (False, True):
         clock = timing.Clock(device)
         assert clock(lambda waits=waits: lambda: step(waits)) > 0
-        assert clock.ahead == (not waits)
+        assert (clock.cycles < timing.LONGEST_SLEEP) == (not waits)

@@ -40,7 +40,7 @@ def test_passes_and_says_what_it_checked(capsys):
     assert "FAIL" not in printed
     checked = [line for line in lines if line.startswith("ok   ")]
     assert lines[-1].startswith(f"all {len(checked)} checks passed")
-    for name in (*selftest.PLAIN, "dropout", "Philox4x32-10", "mask of the extension"):
+    for name in (*selftest.OPS, "dropout", "Philox4x32-10", "mask of the extension"):
         assert any(name in line for line in checked), name
 
 
@@ -103,7 +103,7 @@ def test_a_backend_that_there_is_not_fails(monkeypatch, capsys):
 MASKS, KEEP, DROPOUT = state._keep_mask_torch, selftest.keep_mask, eager.dropout
 CALLS = itertools.count()
 INJECTED = {  # a check, and what is wrong
-    "declared are 7": ("op", selftest, "saved_bytes", lambda op, t, **options: 7 if t["x"].is_meta else 8),
+    "declared are 7": ("op", selftest, "saved_bytes", lambda module, x: 7 if x.is_meta else 8),
     # 9 / 65536 of the 36400 elements
     "other bits": ("masks", state, "_keep_mask_torch", lambda key, threshold, *place: MASKS(key, threshold + 9, *place)),
     "other values than 0xe8d5": ("philox", selftest, "keep_mask", lambda key, threshold, *sizes: KEEP(key, 32768, *sizes)),
