@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from ... import state
 from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
-from ..dispatch.choices import autocast_off, compose_of
+from ..dispatch.choices import autocast_off, compose_of, setting
 from .gradients import (
+    THREAD,
     Delayed,
     Late,
     Left,
@@ -43,7 +44,6 @@ from .gradients import (
     is_late,
     is_valid,
     stash_limit,
-    stashing,
     versions_of,
     workspace_limit,
 )
@@ -91,14 +91,9 @@ class Bodies:
     seen = False
 
 
-@contextlib.contextmanager
-def bodies_seen() -> Iterator[None]:
+def bodies_seen() -> contextlib.AbstractContextManager[None]:
     """Shows dispatch modes inside what an op's body calls, instead of the library op around it."""
-    before, Bodies.seen = Bodies.seen, True
-    try:
-        yield
-    finally:
-        Bodies.seen = before
+    return setting(Bodies, "seen", True)
 
 
 def runs_directly(seen: int) -> bool:
@@ -304,7 +299,7 @@ def _in_parts(
     ):
         return gradients(dy, flat, options, wanted)
     stash = Stash(limit, () if ctx.call[4] else flat)  # tensors from hooks are in memory for this pass alone
-    with stashing(stash):
+    with setting(THREAD, "stash", stash):
         grads = list(run_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
     places = [i for i in range(len(grads)) if wanted >> i & 1]
     if not all(is_valid(grads[i]) for i in places):
@@ -470,7 +465,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         their operands fit the workspace."""
         shard, options, residual, _, _ = ctx.call
         limit = workspace_limit(values_of(options, "workspace"))
-        with stashing(Stash(limit, saved, spills=True)):
+        with setting(THREAD, "stash", Stash(limit, saved, spills=True)):
             dx, *grads = run_backward(op, df, saved, options, needs, seen)
         if not all(map(is_valid, grads)):  # a body overwrote their operands
             dx, *grads = gradients(arrived(df), saved, options, needs)

@@ -9,8 +9,7 @@ Together they run what one whole pass runs, with its bits. Without a stash each 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ SPLITS = ("auto", "stash", "recompute")
 
 
 class _Thread(threading.local):
-    """State of this thread. stash: holds the weights' matmuls of the running backward; without one they run at once."""
+    """State of this thread. stash: holds the operands of the running backward's `WeightGrad.add`; without one, its matmuls run
+    at once."""
 
     stash: Stash | None = None
 
@@ -41,17 +41,6 @@ class Process:
     mode = "auto"
     by_hand: delay_weight_gradients | None = None
     held = 0  # bytes that all regions hold for a second pass
-
-
-class Room:
-    """Bytes held for a second pass, counted as long as this object lives."""
-
-    def __init__(self, size: int):
-        self.size = size
-        Process.held += size
-
-    def __del__(self):
-        Process.held -= self.size
 
 
 class Delayed(NamedTuple):
@@ -82,6 +71,17 @@ class Stash:
         if self.bytes > self.limit:
             self.is_full = True
         return not self.is_full
+
+
+class Room:
+    """Bytes held for a second pass, counted as long as this object lives."""
+
+    def __init__(self, size: int):
+        self.size = size
+        Process.held += size
+
+    def __del__(self):
+        Process.held -= self.size
 
 
 class Left(NamedTuple):
@@ -118,16 +118,6 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
         part.run()
         total = part.total()
     return total
-
-
-@contextmanager
-def stashing(stash: Stash) -> Iterator[None]:
-    """Makes `WeightGrad.add` in this thread stash its operands instead of running a matmul."""
-    before, THREAD.stash = THREAD.stash, stash
-    try:
-        yield
-    finally:
-        THREAD.stash = before
 
 
 def workspace_limit(workspaces: Iterable[int | None]) -> float:
@@ -275,9 +265,6 @@ class Late(Tensor):
 
     def data_ptr(self) -> int:  # kernels are launched with it
         return self.arrived().data_ptr()
-
-    def __repr__(self, **options: Any) -> str:
-        return f"Late({list(self.shape)}, {self.dtype}, arrived={self.finish is None})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
