@@ -264,22 +264,10 @@ def loop_over_batch(op):
 
     def rule(info, in_dims, *args):
         def sample(i):
-            def pick(arg, dim):
-                if isinstance(arg, (list, tuple)):
-                    dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(arg)
-                    return [pick(a, d) for a, d in zip(arg, dims, strict=True)]
-                return arg if dim is None or not isinstance(arg, Tensor) else arg.select(dim, i)
+            return op(*tree_map(lambda dim, arg: arg if dim is None else arg.select(dim, i), in_dims, args))
 
-            return op(*(pick(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
-
-        def stack(column):
-            if isinstance(column[0], Tensor):
-                return torch.stack(column), 0
-            stacked = [stack(list(inner)) for inner in zip(*column, strict=True)]
-            kind = type(column[0])
-            return kind(value for value, _ in stacked), kind(dim for _, dim in stacked)
-
-        return stack([sample(i) for i in range(info.batch_size)])
+        results = [torch.stack(column) for column in zip(*map(sample, range(info.batch_size)), strict=True)]
+        return results, [0] * len(results)
 
     return rule
 
@@ -292,16 +280,12 @@ def in_legacy_vmap(op):
         level = torch._C._vmapmode_increment_nesting() - 1
         torch._C._vmapmode_decrement_nesting()
 
-        def split(arg):
-            """Returns the physical tensor and the batch's dimension, for each tensor in arg."""
-            if isinstance(arg, (list, tuple)):
-                return tuple(map(list, zip(*map(split, arg), strict=True))) if arg else (arg, None)
-            if isinstance(arg, Tensor) and is_legacy_batchedtensor(arg):
-                return torch._remove_batch_dim(arg, level, 1, 0), 0
-            return arg, None
+        def is_batched(arg) -> bool:
+            return isinstance(arg, Tensor) and is_legacy_batchedtensor(arg)
 
-        values, dims = zip(*map(split, args), strict=True)
+        dims = tree_map(lambda arg: 0 if is_batched(arg) else None, args)
+        values = tree_map(lambda arg: torch._remove_batch_dim(arg, level, 1, 0) if is_batched(arg) else arg, args)
         results, _ = rule(types.SimpleNamespace(batch_size=values[0].shape[0]), dims, *values)
-        return tree_map(lambda result: torch._add_batch_dim(result, 0, level), results)
+        return [torch._add_batch_dim(result, 0, level) for result in results]
 
     return call
