@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -488,16 +487,15 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
     """Returns the bytes of all Frozen weights dequantised at once in `dtype`, and of the largest alone (for experts, one
     expert). Both include the temporaries while one is dequantised."""
-    frozen = [w for w in weights if type(w) is Frozen]
-    if not frozen:
-        return 0, 0
-    transient = []
-    for w in frozen:
-        of_each, numel = KINDS[w.kind].transient, math.prod(w.layout_.shape[-2:])
-        transient.append(int(of_each * (numel if of_each < 1 else min(numel, AT_ONCE))))
-    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in frozen) * dtype.itemsize
-    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in frozen)
-    return whole + max(transient), max(map(operator.add, singles, transient))
+    whole = most = largest = 0
+    for w in weights:
+        if type(w) is Frozen:
+            shape, of_each = w.layout_.shape, KINDS[w.kind].transient
+            single = math.prod(shape[-2:])
+            transient = int(of_each * (single if of_each < 1 else min(single, AT_ONCE)))
+            whole += math.prod(shape[-w.dim() :]) * dtype.itemsize
+            most, largest = max(most, transient), max(largest, single * dtype.itemsize + transient)
+    return whole + most, largest
 
 
 # -- in the arguments of a library op

@@ -95,8 +95,6 @@ def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> floa
 
 
 def check_count(op: str, name: str, value, least: int = 1) -> None:
-    if type(value) is int and value >= least:
-        return
     if (
         isinstance(value, (bool, Tensor))
         or not (isinstance(value, int) or hasattr(value, "__index__"))
@@ -252,9 +250,7 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         reason = _device_reason(x.device.type, x.device.index) or reason
     if reason is None:
         return "triton"
-    if name == "triton":
-        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    log_once(reason)
+    compose(op, reason)
     return "eager"
 
 

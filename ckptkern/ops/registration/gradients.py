@@ -57,20 +57,16 @@ class Stash:
     """
 
     def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
-        self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
+        self.limit, self.bytes, self.spills = limit, 0, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
 
     def holds(self, operands: Iterable[Any]) -> bool:
         """Holds these tensors from now on and returns True; returns False once they exceed the limit."""
         for t in operands:
-            if isinstance(t, Tensor) and not self.is_full:
-                storage = t.untyped_storage()
-                if storage._cdata not in self.storages:
-                    self.storages.add(storage._cdata)
-                    self.bytes += storage.nbytes()
-        if self.bytes > self.limit:
-            self.is_full = True
-        return not self.is_full
+            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in self.storages:
+                self.storages.add(storage._cdata)
+                self.bytes += storage.nbytes()
+        return self.bytes <= self.limit
 
 
 class Room:
