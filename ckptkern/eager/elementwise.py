@@ -130,16 +130,16 @@ def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
         return None
     if dy.dtype is wanted and wanted.itemsize >= 4:
         return dy.sum(0)
-    if dy.dtype.itemsize >= 4:
-        return rounded(dy.sum(0), wanted)
-    if not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first
-        return dy.sum(0) if wanted == dy.dtype else rounded(dy.sum(0, dtype=torch.float32), wanted)
-    total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
-    # A CPU first copies what it sums to float32. Parts of 2^14 elements take less time than the whole; a part has at most an
-    # eighth of the rows, as `row_bytes` counts it, and at least 16.
-    M, N = dy.shape
-    for rows in dy.split(max(16, min(2**14 // max(N, 1), M // 8))):
-        total += rows.sum(0, dtype=torch.float32)
+    if dy.dtype.itemsize >= 4 or (wanted == dy.dtype and not dy.is_cpu):
+        total = dy.sum(0)
+    elif not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first
+        total = dy.sum(0, dtype=torch.float32)
+    else:
+        (M, N), total = dy.shape, dy.new_zeros(dy.shape[1], dtype=torch.float32)
+        # A CPU first copies what it sums to float32. Parts of 2^14 elements take less time than the whole; a part has at most
+        # an eighth of the rows, as `row_bytes` counts it, and at least 16.
+        for rows in dy.split(max(16, min(2**14 // max(N, 1), M // 8))):
+            total += rows.sum(0, dtype=torch.float32)
     return rounded(total, wanted)
 
 

@@ -45,7 +45,6 @@ from .gradients import (
     is_valid,
     stash_limit,
     versions_of,
-    workspace_limit,
 )
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
@@ -428,43 +427,41 @@ def across_ranks(apply) -> Callable[..., Tensor]:
 
         @staticmethod
         def backward(ctx, dy):
-            precision = ctx.call[-1]
             if torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{op.name}: second-order gradients are not supported over a tensor-parallel group"
                 )
+            shard, options, residual, needs, precision = ctx.call
             with contextlib.nullcontext() if precision is None else precision:
-                dx, *grads = _backward(ctx, dy)
-            return (None, None, None, None, dx, *grads)
-
-    def _backward(ctx, dy: Tensor) -> list[Tensor | None]:
-        shard, options, residual, needs, _ = ctx.call
-        x, *others = ctx.saved_tensors
-        seen = DISPATCHED if torch.compiler.is_compiling() else state.observe((x if is_late(dy) else dy, x, *others))
-        dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
-        gathering = None if x is None else shard.gathering(x)
-        if not directly:
-            df = shard.gathering(arrived(dy).to(dtype))()
-        elif shard.sequence:  # df is waited for where it is first read
-            shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
-            df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
-        else:
-            df = Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
-        saved = [None if gathering is None else gathering(), *others]
-        needs = asked(needs, saved)
-        if directly and needs & 1:
-            return _overlapped(ctx, dy, df, saved, needs, seen)
-        dx, *grads = gradients(arrived(df), saved, options, needs)
-        if dx is not None:
-            dx = shard.reducing(dx)()
-            dx = dx + arrived(dy).to(dx.dtype) if residual else dx
-        return [dx, *grads]
+                x, *others = ctx.saved_tensors
+                observed = x if is_late(dy) else dy, x, *others
+                seen = DISPATCHED if torch.compiler.is_compiling() else state.observe(observed)
+                dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
+                gathering = None if x is None else shard.gathering(x)
+                if not directly:
+                    df = shard.gathering(arrived(dy).to(dtype))()
+                elif shard.sequence:  # df is waited for where it is first read
+                    shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
+                    df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
+                else:
+                    df = (
+                        Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
+                    )
+                saved = [None if gathering is None else gathering(), *others]
+                needs = asked(needs, saved)
+                if directly and needs & 1:
+                    return (None, None, None, None, *_overlapped(ctx, dy, df, saved, needs, seen))
+                dx, *grads = gradients(arrived(df), saved, options, needs)
+                if dx is not None:
+                    dx = shard.reducing(dx)()
+                    dx = dx + arrived(dy).to(dx.dtype) if residual else dx
+                return (None, None, None, None, dx, *grads)
 
     def _overlapped(ctx, dy: Tensor, df: Tensor, saved: list, needs: int, seen: int) -> list[Tensor | None]:
         """Computes the gradients, with the collective of dx under the matmuls of the weights' gradients, which wait as far as
         their operands fit the workspace."""
         shard, options, residual, _, _ = ctx.call
-        limit = workspace_limit(values_of(options, "workspace"))
+        limit = max(values_of(options, "workspace"), default=0)
         with setting(THREAD, "stash", Stash(limit, saved, spills=True)):
             dx, *grads = run_backward(op, df, saved, options, needs, seen)
         if not all(map(is_valid, grads)):  # a body overwrote their operands

@@ -116,14 +116,10 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
     return total
 
 
-def workspace_limit(workspaces: Iterable[int | None]) -> float:
-    return max((torch.inf if size is None else size for size in workspaces), default=0)
-
-
-def stash_limit(workspaces: Iterable[int | None]) -> float:
+def stash_limit(workspaces: Iterable[int]) -> float:
     """Returns the bytes that a region may stash: in "auto" its workspace, less what all regions hold."""
     if Process.mode == "auto":
-        return max(workspace_limit(workspaces) - Process.held, 0)
+        return max(max(workspaces, default=0) - Process.held, 0)
     return torch.inf if Process.mode == "stash" else 0
 
 
