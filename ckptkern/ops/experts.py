@@ -63,14 +63,10 @@ class _ExpertsGrad(WeightGrad):
             out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.dtype))
         elif out is None:
             out = self.dtype
-        elif out is self.main and out.stride(-1) != 1:
+        elif out.stride(-1) != 1:  # a main_grad, which the kernel cannot add to
             out = out.contiguous()
-        self.sum = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
-
-    def total(self) -> Tensor | None:
-        if self.main is not None and self.sum is not self.main:
-            self.main.copy_(self.sum)
-        return super().total()
+        total = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
+        self.sum = total if self.main is None or total is self.main else self.main.copy_(total)
 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:

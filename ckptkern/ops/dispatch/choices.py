@@ -196,7 +196,8 @@ def setting(holder: Any, name: str, value: Any) -> Iterator[None]:
         setattr(holder, name, before)
 
 
-def backend(name: str) -> AbstractContextManager[None]:
+@contextmanager
+def backend(name: str) -> Iterator[None]:
     """Sets the backend of the ops called inside: "auto", "eager" or "triton".
 
     "auto", also the default of CKPTKERN_BACKEND, runs Triton kernels for CUDA tensors that they cover, a library's matmuls
@@ -205,7 +206,8 @@ def backend(name: str) -> AbstractContextManager[None]:
     Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
-    return setting(_choice, "backend", name)
+    with setting(_choice, "backend", name):
+        yield
 
 
 @constant

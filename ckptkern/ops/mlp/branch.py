@@ -177,24 +177,24 @@ class MLPBranch:
         more and a mask.
         """
         (hidden, features), out, on_gpu = self.t.up_weight.shape, self.t.down_weight.shape[0], self.t.up_weight.is_cuda
-        widest, backend, masks = max(features, out), self.o.backend, 0
-        if not self.by_step:
+        widest, masks, beside = max(features, out), hidden, 3 * hidden
+        if self.by_step:  # before and after the activation, both gradients, and copies that elementwise steps make
+            held = (7 if self.gated else 4) * hidden + 2 * widest
+            if (
+                self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
+            ):  # copies of dy and x for their gradients
+                held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
+        else:
             drops, held = self.t.rng is not None, 5 if self.gated else 2
-            if backend == "eager":
+            masks, beside = 0, (3 if self.gated else 2) * hidden
+            if self.o.backend == "eager":
                 held += max(2 * drops, eager.ACTIVATIONS[self.o.activation].temporaries)
                 masks = hidden if drops else 0
-            elif (
-                backend == "library"
-            ):  # writes dz over dh, h over z; dg, du over g, u and h over dh; dropout to new memory
+            elif self.o.backend == "library":
+                # writes dz over dh, h over z; dg, du over g, u and h over dh; dropout to new memory
                 held += drops - (2 if self.gated else 0)
-            return row_bytes(
-                self.dtype, on_gpu, held * hidden, masks, hidden + widest, (3 if self.gated else 2) * hidden
-            )
-        # before and after the activation, both gradients, and copies that elementwise steps make
-        held = (7 if self.gated else 4) * hidden + 2 * widest
-        if self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for their gradients
-            held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
-        return row_bytes(self.dtype, on_gpu, held, hidden, hidden + widest, 3 * hidden)
+            held *= hidden
+        return row_bytes(self.dtype, on_gpu, held, masks, hidden + widest, beside)
 
     # -- backward
 

@@ -49,29 +49,6 @@ from .gradients import (
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
 
-
-def build(op: type[Op]):
-    """Registers the op; returns `apply(options, *tensors) -> y`, or a tuple of all results. `parts` is for `across_ranks`."""
-    registered = register(op)
-    gradients = _gradients(registered)
-    eager = _eager_function(registered, gradients)
-    bare = named(type("Bare", (eager,), {}), op, "Op")
-
-    def kernel(tensors, *lists):
-        """Runs the library op, with a classic Function around it, for graphs that call the op itself."""
-        if needs := wanted(tensors):
-            saved: list[Tensor] = []
-            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
-            return [*(results if isinstance(results, tuple) else (results,)), *saved]
-        with torch._C._AutoDispatchBelowAutograd():
-            return registered.fwd(tensors, *lists)
-
-    LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
-    apply = _apply(registered, eager, gradients)
-    apply.parts = registered, gradients
-    return apply
-
-
 DISPATCHED = int(Observed.MODES | Observed.PROFILER | Observed.SUBCLASS)
 _OBSERVED = DISPATCHED | int(Observed.TRANSFORMS | Observed.BATCHED)
 _TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
@@ -318,10 +295,24 @@ def _in_parts(
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
 
 
-def _apply(registered: Registered, eager: type, gradients):
-    """Builds the op's entry point, which calls the Function that fits. Functional has a setup_context, for torch.compile;
-    Transformed is the same for torch.func."""
-    op = registered.op
+def build(op: type[Op]):
+    """Registers the op; returns `apply(options, *tensors) -> y`, or a tuple of all results, which calls the Function that fits.
+    `parts` is for `across_ranks`. Functional has a setup_context, for torch.compile; Transformed is the same for torch.func."""
+    registered = register(op)
+    gradients = _gradients(registered)
+    eager = _eager_function(registered, gradients)
+    bare = named(type("Bare", (eager,), {}), op, "Op")
+
+    def kernel(tensors, *lists):
+        """Runs the library op, with a classic Function around it, for graphs that call the op itself."""
+        if needs := wanted(tensors):
+            saved: list[Tensor] = []
+            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *saved]
+        with torch._C._AutoDispatchBelowAutograd():
+            return registered.fwd(tensors, *lists)
+
+    LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
 
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
@@ -389,7 +380,7 @@ def _apply(registered: Registered, eager: type, gradients):
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
         return apply_eager((options if needs else for_inference(options), needs, seen, None), *tensors)
 
-    apply.for_inference = for_inference
+    apply.parts, apply.for_inference = (registered, gradients), for_inference
     return apply
 
 
