@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,20 +25,9 @@ from .extras import missing
 from .memory import placeholders
 
 aten = torch.ops.aten
-VIEWS = frozenset(
-    (
-        aten.t.default,
-        aten.transpose.int,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.unbind.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unsqueeze.default,
-    )
-)
+VIEWS = "t", "transpose", "slice", "select", "unbind", "split", "split_with_sizes", "unsqueeze"
 SWAPS = {("transpose.int", (-2, -1))}  # transposes each expert
-SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
+SAME = "detach", "alias", "lift_fresh"
 _MARK = "frozen:"  # begins an op's option string that says which of its tensors are parts of a Frozen
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK = 128  # of block_fp8, in both dimensions
@@ -425,20 +413,19 @@ class Frozen(Tensor):
         first = args[0] if args else None
         if function.namespace == "ckptkern":
             return function(*flattened(function, args, kwargs))
-        if type(first) is Frozen:
-            layout, parts = first.layout_, first.parts
-            if function in SAME:
+        if type(first) is Frozen and function.namespace == "aten":
+            layout, parts, name = first.layout_, first.parts, function._schema.name.removeprefix("aten::")
+            if name in SAME:
                 return _made(layout, parts)
-            dim, expert = args[1:] if function is aten.select.int else (None, 0)
+            dim, expert = args[1:] if name == "select" else (None, 0)
             if dim == 0 and len(layout.shape) == 3 and {view[:2] for view in layout.views} <= SWAPS:
                 return _made(*KINDS[layout.kind].expert(parts, layout, expert % layout.shape[0]))
-            if function in VIEWS and not kwargs:  # views of the dequantised weight
-                name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
-                results = function(_like(layout), *args[1:])
-                places = [None] if isinstance(results, Tensor) else range(len(results))
-                views = [_made(layout._replace(views=(*layout.views, (name, args[1:], i))), parts) for i in places]
-                return views[0] if isinstance(results, Tensor) else views
-            if function is aten._to_copy.default:
+            if name in VIEWS and not kwargs:  # views of the dequantised weight
+                results, view = function(_like(layout), *args[1:]), (f"{name}.{function._overloadname}", args[1:])
+                if isinstance(results, Tensor):
+                    return _made(layout._replace(views=(*layout.views, (*view, None))), parts)
+                return [_made(layout._replace(views=(*layout.views, (*view, i))), parts) for i in range(len(results))]
+            if name == "_to_copy":
                 dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
                 parts = parts if device is None else tuple(part.to(device) for part in parts)
                 return _made(layout._replace(dtype=dtype), parts)
@@ -488,16 +475,15 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
     """Returns the bytes of all Frozen weights dequantised at once in `dtype`, and of the largest alone (for experts, one
     expert). Both include the temporaries while one is dequantised."""
-    frozen = [w for w in weights if type(w) is Frozen]
-    if not frozen:
-        return 0, 0
-    transient = []
-    for w in frozen:
-        of_each, numel = KINDS[w.kind].transient, math.prod(w.layout_.shape[-2:])
-        transient.append(int(of_each * (numel if of_each < 1 else min(numel, AT_ONCE))))
-    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in frozen) * dtype.itemsize
-    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in frozen)
-    return whole + max(transient), max(map(operator.add, singles, transient))
+    whole = most = largest = 0
+    for w in weights:
+        if type(w) is Frozen:
+            shape, of_each = w.layout_.shape, KINDS[w.kind].transient
+            single = math.prod(shape[-2:])
+            transient = int(of_each * (single if of_each < 1 else min(single, AT_ONCE)))
+            whole += math.prod(shape[-w.dim() :]) * dtype.itemsize
+            most, largest = max(most, transient), max(largest, single * dtype.itemsize + transient)
+    return whole + most, largest
 
 
 # -- in the arguments of a library op
@@ -506,15 +492,13 @@ def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
 def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """Returns the arguments of a library op with each Frozen replaced by its parts, and a string that says which they are."""
     arguments = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
-    flat: list[Tensor | None] = []
-    places = []
+    flat, places = [], []
     for i, tensor in enumerate(arguments["tensors"]):
+        parts = (tensor,)
         if type(tensor) is Frozen:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            places.append((i, len(tensor.parts), tuple(tensor.layout_._replace(dtype=dtype))))
-            flat += tensor.parts
-        else:
-            flat.append(tensor)
+            parts, dtype = tensor.parts, str(tensor.dtype).removeprefix("torch.")
+            places.append((i, len(parts), tuple(tensor.layout_._replace(dtype=dtype))))
+        flat += parts
     return list((arguments | {"tensors": flat, "strings": [*arguments["strings"], f"{_MARK}{places!r}"]}).values())
 
 
@@ -522,10 +506,8 @@ def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Seque
     """Returns the tensors of `flattened` with each Frozen again in the place of its parts."""
     if not strings or not strings[-1].startswith(_MARK):
         return tensors
-    rest, result, done = iter(tensors), [], 0
+    whole = list(tensors)
     for place, count, (kind, shape, dtype, numbers, views) in ast.literal_eval(strings[-1].removeprefix(_MARK)):
-        result += [next(rest) for _ in range(place - done)]
         layout = Layout(kind, shape, getattr(torch, dtype), numbers, views)
-        result.append(_made(layout, [next(rest) for _ in range(count)]))
-        done = place + 1
-    return [*result, *rest]
+        whole[place : place + count] = [_made(layout, whole[place : place + count])]
+    return whole

@@ -5,6 +5,7 @@ act(z) and dropout(act(z)) are each rounded to the storage type.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from ..bits import pack_bits, unpack_bits
 from ..subclasses import own_dispatch
 
 _aten = torch.ops.aten
-_gelu = _aten.gelu_backward.grad_input._op  # called without OpOverload's Python frame, which costs 2 us of a tiny step
 
 # (state, threshold, scale, col_base): col_base is where column 0 lies in the unsharded tensor; state None: no dropout
 Dropout = tuple[Tensor | None, int, float, int]
@@ -40,60 +40,53 @@ class Activation(NamedTuple):
     torchs: tuple[object, ...] = ()
 
 
-def _activation(
+def _of_aten(
     act: Callable[[Tensor], Tensor],
-    grad: Callable[[Tensor, Tensor], Tensor],
-    act_: Callable[[Tensor], Tensor] | None = None,
-    grad_: Callable[[Tensor, Tensor], Tensor] | None = None,
-    **rest: Any,
+    act_: Callable[[Tensor], Tensor],
+    backward: torch._ops.OpOverloadPacket,
+    *torchs: object,
+    **options: Any,
 ) -> Activation:
-    """Returns an Activation; act_ and grad_, if not passed, copy the results of act and grad."""
-    return Activation(
-        act, grad, act_ or (lambda z: z.copy_(act(z))), grad_ or (lambda dy, z: dy.copy_(grad(dy, z))), **rest
-    )
+    """Returns an Activation with a backward op of ATen, which takes these options."""
+    grad_input = backward.grad_input._op  # without OpOverload's Python frame, which costs 2 us of a tiny step
+    grad = functools.partial(backward.default, **options)
+    return Activation(act, grad, act_, lambda dy, z: grad_input(dy, z, grad_input=dy, **options), torchs=torchs)
 
 
-def _quick_gelu_grad(dy: Tensor, z: Tensor) -> Tensor:
+def _of_slope(
+    act: Callable[[Tensor], Tensor],
+    act_: Callable[[Tensor], Tensor],
+    slope: Callable[[Tensor], Tensor],
+    temporaries: int,
+) -> Activation:
+    """Returns an Activation whose gradient is dy * slope(z)."""
+    return Activation(act, lambda dy, z: slope(z).mul_(dy), act_, lambda dy, z: dy.mul_(slope(z)), temporaries)
+
+
+def _quick_gelu_slope(z: Tensor) -> Tensor:
     s = torch.sigmoid(1.702 * z)
-    return (1 - s).mul_(z).mul_(1.702).add_(1).mul_(s).mul_(dy)
+    return (1 - s).mul_(z).mul_(1.702).add_(1).mul_(s)
 
 
+_TANH = {"approximate": "tanh"}
 ACTIVATIONS = {
-    "relu": _activation(
-        F.relu,
-        lambda dy, z: _aten.threshold_backward.default(dy, z, 0),
-        torch.relu_,
-        lambda dy, z: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=dy),
-        torchs=(F.relu, torch.relu, torch.nn.ReLU),
+    "relu": _of_aten(F.relu, torch.relu_, _aten.threshold_backward, F.relu, torch.relu, torch.nn.ReLU, threshold=0),
+    "relu2": _of_slope(
+        lambda z: F.relu(z).square(), lambda z: torch.relu_(z).square_(), lambda z: F.relu(z).mul_(2), 1
     ),
-    "relu2": _activation(
-        lambda z: F.relu(z).square(),
-        lambda dy, z: F.relu(z).mul_(2).mul_(dy),
-        lambda z: torch.relu_(z).square_(),
-        temporaries=1,
+    # nn.GELU(approximate="tanh") is gelu_tanh
+    "gelu": _of_aten(F.gelu, torch._C._nn.gelu_, _aten.gelu_backward, F.gelu, torch.nn.GELU),
+    "gelu_tanh": _of_aten(
+        functools.partial(F.gelu, **_TANH),
+        functools.partial(torch._C._nn.gelu_, **_TANH),
+        _aten.gelu_backward,
+        **_TANH,
     ),
-    "gelu": _activation(
-        F.gelu,
-        _aten.gelu_backward.default,
-        torch._C._nn.gelu_,
-        lambda dy, z: _gelu(dy, z, grad_input=dy),
-        torchs=(F.gelu, torch.nn.GELU),  # nn.GELU(approximate="tanh") is gelu_tanh
+    "quick_gelu": _of_slope(
+        lambda z: z * torch.sigmoid(1.702 * z), lambda z: z.mul_(torch.sigmoid(1.702 * z)), _quick_gelu_slope, 2
     ),
-    "gelu_tanh": _activation(
-        lambda z: F.gelu(z, approximate="tanh"),
-        lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
-        lambda z: torch._C._nn.gelu_(z, approximate="tanh"),
-        lambda dy, z: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=dy),
-    ),
-    "quick_gelu": _activation(lambda z: z * torch.sigmoid(1.702 * z), _quick_gelu_grad, temporaries=2),
-    "silu": _activation(
-        F.silu,
-        _aten.silu_backward.default,
-        lambda z: F.silu(z, inplace=True),
-        lambda dy, z: _aten.silu_backward.grad_input(dy, z, grad_input=dy),
-        torchs=(F.silu, torch.nn.SiLU),
-    ),
-    "identity": _activation(lambda z: z, lambda dy, z: dy, torchs=(torch.nn.Identity,)),
+    "silu": _of_aten(F.silu, functools.partial(F.silu, inplace=True), _aten.silu_backward, F.silu, torch.nn.SiLU),
+    "identity": Activation(lambda z: z, lambda dy, z: dy, lambda z: z, lambda dy, z: dy, torchs=(torch.nn.Identity,)),
 }
 
 
@@ -137,16 +130,16 @@ def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
         return None
     if dy.dtype is wanted and wanted.itemsize >= 4:
         return dy.sum(0)
-    if dy.dtype.itemsize >= 4:
-        return rounded(dy.sum(0), wanted)
-    if not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first
-        return dy.sum(0) if wanted == dy.dtype else rounded(dy.sum(0, dtype=torch.float32), wanted)
-    total = dy.new_zeros(dy.shape[1], dtype=torch.float32)
-    # A CPU first copies what it sums to float32. Parts of 2^14 elements take less time than the whole; a part has at most an
-    # eighth of the rows, as `row_bytes` counts it, and at least 16.
-    M, N = dy.shape
-    for rows in dy.split(max(16, min(2**14 // max(N, 1), M // 8))):
-        total += rows.sum(0, dtype=torch.float32)
+    if dy.dtype.itemsize >= 4 or (wanted == dy.dtype and not dy.is_cpu):
+        total = dy.sum(0)
+    elif not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first
+        total = dy.sum(0, dtype=torch.float32)
+    else:
+        (M, N), total = dy.shape, dy.new_zeros(dy.shape[1], dtype=torch.float32)
+        # A CPU first copies what it sums to float32. Parts of 2^14 elements take less time than the whole; a part has at most
+        # an eighth of the rows, as `row_bytes` counts it, and at least 16.
+        for rows in dy.split(max(16, min(2**14 // max(N, 1), M // 8))):
+            total += rows.sum(0, dtype=torch.float32)
     return rounded(total, wanted)
 
 

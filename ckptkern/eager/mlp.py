@@ -24,8 +24,6 @@ class Steps(LinearSteps):
     ):
         recompute = self.relu if self.recomputes_relu and activation == "relu" else self.linear
         saved, wanted = (recompute(x, w1, b1), activation), dict(save_h=save_h, h_over_z=True, db=db)
-        if dropout[0] is None:
-            return self.hidden_grad(self.mm(dy, w2), *saved, over=True, **wanted)
         return self.hidden_grads(self.hidden_grad, dy, w2, saved, dropout, row_base, **wanted)
 
     def gated_fwd(self, x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):

@@ -46,6 +46,7 @@ UPDATES = tuple(name for layer in LAYERS for name in names_of(layer))
 PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias", *UPDATES)
 READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that read x
 READ_H = frozenset(("down_weight", *names_of("down")))
+OF_GU = READ_X | {"x", "gate_up_bias"}  # gradients that read that of [g | u]
 ExpertsTensors = namedtuple("ExpertsTensors", ("index", "s", *PARAMETERS))
 
 
@@ -62,14 +63,10 @@ class _ExpertsGrad(WeightGrad):
             out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.dtype))
         elif out is None:
             out = self.dtype
-        elif out is self.main and out.stride(-1) != 1:
+        elif out.stride(-1) != 1:  # a main_grad, which the kernel cannot add to
             out = out.contiguous()
-        self.sum = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
-
-    def total(self) -> Tensor | None:
-        if self.main is not None and self.sum is not self.main:
-            self.main.copy_(self.sum)
-        return super().total()
+        total = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
+        self.sum = total if self.main is None or total is self.main else self.main.copy_(total)
 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
@@ -157,27 +154,26 @@ class ExpertsBranch:
         returned it."""
         p, o, bd = self.p, self.o, self.named["down_bias"]
         gu = None if gu is None else gu.reshape(-1, self.w.shape[1])
-        wanted = dict(
-            hs=not need.isdisjoint(READ_H), dgu=not need.isdisjoint(("x", "gate_up_bias", *READ_X)), ds="s" in need
-        )
+        of_gu, of_s, reads_h = not need.isdisjoint(OF_GU), "s" in need, not need.isdisjoint(READ_H)
+        behind = of_gu or of_s  # a needed gradient reads that of h
         (a, b), update, du = names_of("down"), self.updates.get("down"), None
-        if update is not None and (wanted["dgu"] or wanted["ds"] or a in need):  # not yet weighted
+        if update is not None and (behind or a in need):  # not yet weighted
             du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
-        # h times its weight; the gradients of [g | u] and of the weights; what an update adds to dh
-        hs = dgu = ds = h = added = None
-        if gu is None and any(wanted.values()) and (self.updates or not (wanted["dgu"] or wanted["ds"])):
+        # h times its weight; the gradients of [g | u] and of the weights
+        hs = dgu = ds = added = None
+        if gu is None and (self.updates if behind else reads_h):
             gu = self.gate_up(x, groups)
-        if wanted["dgu"] or wanted["ds"]:
-            arguments = groups, o.activation, o.precision
+        if behind:
+            arguments, wanted = (groups, o.activation, o.precision), dict(hs=reads_h, dgu=of_gu, ds=of_s)
             if gu is None:
                 hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *arguments, **wanted)
             else:
                 added = None if du is None else update.input_gradient(p, du, groups)
                 hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *arguments, added=added, **wanted)
-        elif wanted["hs"]:  # forward's h, without the matmul of its gradient
-            h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
-            hs = (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype)
-        gu = h = added = None
+        elif reads_h:  # forward's h, without the matmul of its gradient
+            hs, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
+            hs = (hs.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype)
+        gu = added = None
         gradients = {}
         if "s" in need:
             gradients["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
@@ -321,31 +317,20 @@ _apply = build(Experts)
 def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, bd: Tensor | None) -> None:
     """Checks that the parameters are those of one set of experts, for inputs like x."""
     d = x.shape[-1]
-    for name, tensor, layout, dims in (
-        ("gate_up_weight", w, "[experts, 2 hidden, features]", 3),
-        ("gate_up_bias", b, "[experts, 2 hidden]", 2),
-        ("down_weight", wd, "[experts, features, hidden]", 3),
-        ("down_bias", bd, "[experts, features]", 2),
-    ):
-        if tensor is None and "bias" in name:
-            continue
-        check_tensor(op, name, tensor, x)
-        if tensor.dim() != dims:
-            raise ShapeError(f"{op}: {name} must be {layout}, but has shape {tuple(tensor.shape)}")
-    if w.shape[2] != d or w.shape[1] % 2:
+    check_tensor(op, "gate_up_weight", w, x)
+    shape = tuple(w.shape)
+    if len(shape) != 3 or shape[2] != d or shape[1] % 2:
+        hint = f"; pass gate_up_weight.transpose(1, 2) for [experts, {d}, 2 hidden]" if shape[1:2] == (d,) else ""
         raise ShapeError(
-            f"{op}: gate_up_weight must be [experts, 2 hidden, {d}] for an input with {d} features, but has shape "
-            f"{tuple(w.shape)}"
-            + (f"; pass gate_up_weight.transpose(1, 2) for [experts, {d}, 2 hidden]" if w.shape[1] == d else "")
+            f"{op}: gate_up_weight must be [experts, 2 hidden, {d}] for an input with {d} features, but has shape {shape}{hint}"
         )
-    hidden = w.shape[1] // 2
     for name, tensor, wanted in (
-        ("gate_up_bias", b, (len(w), 2 * hidden)),
-        ("down_weight", wd, (len(w), d, hidden)),
-        ("down_bias", bd, (len(w), d)),
+        ("gate_up_bias", b, shape[:2]),
+        ("down_weight", wd, (shape[0], d, shape[1] // 2)),
+        ("down_bias", bd, (shape[0], d)),
     ):
-        if tensor is not None:
-            check_tensor(op, name, tensor, x, wanted, f" beside gate_up_weight {tuple(w.shape)}")
+        if tensor is not None or name == "down_weight":
+            check_tensor(op, name, tensor, x, wanted, f" beside gate_up_weight {shape}")
 
 
 def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:

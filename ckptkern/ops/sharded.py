@@ -15,7 +15,7 @@ masks are those of the unsharded block, by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,33 +55,18 @@ class Shard:
         """Starts the collective of G x, for x [..., S, d]; returns a function that waits for it and returns G x."""
         if not self.sequence:
             return lambda: x
-        lead, (S, d) = x.shape[:-2], x.shape[-2:]
         rows = x.contiguous()  # stays until the collective has read it
         parts = _c10d.all_gather_into_tensor(rows, self.size, self.group)
-
-        def finished() -> Tensor:
-            whole = _c10d.wait_tensor(parts)
-            if rows.dim() == 2:
-                return whole
-            return whole.view(self.size, *lead, S, d).movedim(0, -3).reshape(*lead, self.size * S, d)
-
-        return finished
+        return lambda: _c10d.wait_tensor(parts).view(self.size, *rows.shape).movedim(0, -3).flatten(-3, -2)
 
     def reducing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the collective of R y, for y [..., S, d] with all rows; returns a function that waits for it and returns R
         y."""
         if not self.sequence:
             return self.summing(y)
-        if y.dim() > 2:
-            y = y.unflatten(-2, (self.size, -1)).movedim(-3, 0)
-        rows = y.contiguous()  # stays until the collective has read it
+        rows = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # stays until the collective has read it
         parts = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
-
-        def finished() -> Tensor:
-            whole = _c10d.wait_tensor(parts)
-            return whole if rows.dim() == 2 else whole.squeeze(0)
-
-        return finished
+        return lambda: _c10d.wait_tensor(parts).view(rows.shape[1:])
 
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of y over the group; returns a function that waits for it and returns it."""
@@ -104,13 +89,6 @@ class Shard:
         """Returns a tensor of the shape, dtype and device of G x, for checks."""
         return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
 
-    def first_row(self, x: Tensor) -> tuple[int, int]:
-        """Returns (the first row of x's first sample, the distance to the next sample's) among the unsharded rows; distance
-        0 for one sample."""
-        if not self.sequence:
-            return 0, 0
-        return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
-
     def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
         """Returns this rank's `count` along dim, or the tensor itself if it has no more."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
@@ -118,18 +96,49 @@ class Shard:
     # -- sublayers
 
     def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments: Any) -> Tensor:
-        """Computes attention_block. alone: whether no other sublayer reads x."""
-        t, o = gather_attention(
-            "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
-        )
+        """Computes attention_block with this rank's heads of packed weights, masks, slopes, sinks and gates. alone: whether no
+        other sublayer reads x."""
+        H = arguments["num_heads"]
+        H_kv = H if arguments["num_kv_heads"] is None else arguments["num_kv_heads"]
+        heads, kv_heads = H // self.size, H_kv // self.size
+        D = arguments["out_weight"].shape[1] // heads
+        counts = heads * D * (2 if arguments["gate_in_query"] else 1), kv_heads * D, kv_heads * D
+        for name in ("qkv_weight", "qkv_bias"):
+            value = arguments[name]
+            if isinstance(value, Tensor) and arguments["qkv_layout"] == "qkv":
+                value = value.split([self.size * count for count in counts])
+            if isinstance(value, (tuple, list)):
+                parts = zip(value, counts, strict=True)
+                arguments[name] = [None if tensor is None else self.part(tensor, 0, count) for tensor, count in parts]
+        mask = arguments["attn_mask"]
+        if isinstance(mask, (tuple, list)):
+            mask = tuple(self.mask(part, H, heads) for part in mask)
+        else:
+            mask = self.mask(mask, H, heads)
+        arguments |= dict(num_heads=heads, num_kv_heads=kv_heads, attn_mask=mask)
+        for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
+            if (value := arguments[name]) is not None:
+                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # columns of o, else heads
+                dim = -1 if name == "alibi_slopes" else 0
+                arguments[name] = self.part(value, dim, heads * D if of_columns else heads)
+        if arguments["key_value"] is not None:
+            if self.sequence:
+                raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
+            (arguments["key_value"],) = self.summed(arguments["key_value"])
+        arguments = self.with_vectors(arguments)
+        t, o = gather_attention("attention_block", self.whole(x), training=training, **arguments)
         t = self.drawn(t, o, x, training)
         heads = dict(first_plane=self.rank * o.num_heads, planes=self.size * o.num_heads)
         return self.sublayer(attention_across, x, t, o, "bo", alone, **heads)
 
     def mlp_block(self, x: Tensor, training: bool, **arguments: Any) -> Tensor:
-        arguments = self.mlp_arguments(arguments)
-        t, o = gather_mlp("mlp_block", self.whole(x), training=training, **arguments)
-        t, hidden = self.drawn(t, o, x, training), t.down_weight.shape[1]
+        """Computes mlp_block with this rank's hidden units, of gate and up weights that hold all."""
+        hidden = arguments["down_weight"].shape[1]
+        for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
+            if arguments[name] is not None:
+                arguments[name] = self.part(arguments[name], 0, hidden)
+        t, o = gather_mlp("mlp_block", self.whole(x), training=training, **self.with_vectors(arguments))
+        t = self.drawn(t, o, x, training)
         if t.rng is not None and hidden % 32:
             reason = f"the kernels' dropout masks need a multiple of 32 hidden units on each rank, not {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
@@ -173,41 +182,13 @@ class Shard:
         with autocast_off(x):
             b = cast_parameter(getattr(t, bias), f.dtype)
             f = f if b is None else f + b
-            f = replayed_dropout(f, t.resid_rng, o.resid_p, *self.first_row(x))
+            # the first row of x's first sample among the unsharded rows, and the distance to the next sample's
+            first = self.rank * x.shape[-2] if self.sequence else 0
+            step = self.whole_rows(x) if self.sequence and x.dim() > 2 else 0
+            f = replayed_dropout(f, t.resid_rng, o.resid_p, first, step)
             return reference_output(x, f, t._replace(resid_rng=None), o)
 
     # -- what the ops' arguments are on this rank
-
-    def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with this rank's heads of packed weights, masks, slopes, sinks and gates."""
-        own, H = dict(arguments), arguments["num_heads"]
-        H_kv = H if own["num_kv_heads"] is None else own["num_kv_heads"]
-        heads, kv_heads = H // self.size, H_kv // self.size
-        D = own["out_weight"].shape[1] // heads
-        counts = heads * D * (2 if own["gate_in_query"] else 1), kv_heads * D, kv_heads * D
-        for name in ("qkv_weight", "qkv_bias"):
-            value = own[name]
-            if isinstance(value, Tensor) and own["qkv_layout"] == "qkv":
-                value = value.split([self.size * count for count in counts])
-            if isinstance(value, (tuple, list)):
-                parts = zip(value, counts, strict=True)
-                own[name] = [None if tensor is None else self.part(tensor, 0, count) for tensor, count in parts]
-        own |= dict(num_heads=heads, num_kv_heads=kv_heads)
-        mask = own["attn_mask"]
-        if isinstance(mask, (tuple, list)):
-            own["attn_mask"] = tuple(self.mask(part, H, heads) for part in mask)
-        else:
-            own["attn_mask"] = self.mask(mask, H, heads)
-        for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
-            if (value := own[name]) is not None:
-                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # columns of o, else heads
-                dim = -1 if name == "alibi_slopes" else 0
-                own[name] = self.part(value, dim, heads * D if of_columns else heads)
-        if own["key_value"] is not None:
-            if self.sequence:
-                raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
-            (own["key_value"],) = self.summed(own["key_value"])
-        return self.with_vectors(own)
 
     def with_vectors(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments with vectors of samples whose gradients are summed over ranks. A norm's vectors have
@@ -224,14 +205,6 @@ class Shard:
             return mask
         (mask,) = self.summed(mask)
         return self.part(mask, -3, heads) if mask.dim() > 2 and mask.shape[-3] == H else mask
-
-    def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with this rank's hidden units, of gate and up weights that hold all."""
-        own, count = dict(arguments), arguments["down_weight"].shape[1]
-        for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
-            if own[name] is not None:
-                own[name] = self.part(own[name], 0, count)
-        return self.with_vectors(own)
 
 
 class Summed(torch.autograd.Function):

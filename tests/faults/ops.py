@@ -30,7 +30,7 @@ OPS = [
     Fault(
         "mlp: a gated gradient by steps without the activation",
         "ckptkern/ops/mlp/branch.py",
-        "dh * «self.p.act_fwd(before[0], None, activation)»)",
+        "dh * «p.act_fwd(before[0], None, o.activation)»)",
         "before[0]",
         (values("[mlp_block-gate", "[mlp_block-lora"),),
     ),

@@ -380,7 +380,8 @@ def reduced(
     No token is ignored where targets are probabilities [..., V]. Other results have the leading shape; accuracy is averaged
     unless reduction is "none".
     """
-    classes, count, total = not target.is_floating_point(), results.loss.shape[0], results.loss.shape[0]
+    classes = not target.is_floating_point()
+    count = total = results.loss.shape[0]
     if classes and (reduction == "mean" or results.accuracy is not None):
         counted = target != ignore_index
         count = total = counted.sum()
@@ -480,9 +481,10 @@ class SumOfLosses(torch.autograd.Function):
         if main is not None:
             main.addcmul_(grads[1], scale.to(grads[1].dtype))
             ctx.weight.grad_added_to_main_grad, needs = True, (needs[0], False, needs[2])
-        scaled: list[Tensor | None] = []
-        for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True):
-            scaled.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None)
+        scaled = (
+            cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None
+            for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True)
+        )
         return (None, *scaled, None, None)
 
 

@@ -95,8 +95,6 @@ def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> floa
 
 
 def check_count(op: str, name: str, value, least: int = 1) -> None:
-    if type(value) is int and value >= least:
-        return
     if (
         isinstance(value, (bool, Tensor))
         or not (isinstance(value, int) or hasattr(value, "__index__"))
@@ -188,6 +186,17 @@ _choice = _Choice()
 
 
 @contextmanager
+def setting(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of `holder` inside."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+@contextmanager
 def backend(name: str) -> Iterator[None]:
     """Sets the backend of the ops called inside: "auto", "eager" or "triton".
 
@@ -197,11 +206,8 @@ def backend(name: str) -> Iterator[None]:
     Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
-    outer, _choice.backend = _choice.backend, name
-    try:
+    with setting(_choice, "backend", name):
         yield
-    finally:
-        _choice.backend = outer
 
 
 @constant
@@ -246,9 +252,7 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         reason = _device_reason(x.device.type, x.device.index) or reason
     if reason is None:
         return "triton"
-    if name == "triton":
-        raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    log_once(reason)
+    compose(op, reason)
     return "eager"
 
 
@@ -291,15 +295,10 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
     return _impl(name or op, x.device.type, x.device.index, x.dtype, _impls.size_class(max(features, out)))
 
 
-@contextmanager
-def forced_impl(name: str) -> Iterator[None]:
+def forced_impl(name: str) -> AbstractContextManager[None]:
     """Makes all matmuls inside use this implementation where they may; for tests, and to time implementations."""
     check_choice("forced_impl", "name", name, _impls.IMPLS)
-    outer, _choice.impl = _choice.impl, name
-    try:
-        yield
-    finally:
-        _choice.impl = outer
+    return setting(_choice, "impl", name)
 
 
 def compose(op: str, reason: str) -> None:
@@ -354,18 +353,18 @@ _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
 RECOMPUTING = ("torch.utils.checkpoint", unpack_saved.__module__, "ckptkern.segments.segment")
 
 
-_NESTED = threading.local()  # keeps_modes: ops of this thread use their own mode inside a region (`nn.LayerStack`)
+class _Nested(threading.local):
+    """State of this thread. keeps_modes: ops use their own mode inside a region (`nn.LayerStack`)."""
+
+    keeps_modes = False
 
 
-@contextmanager
-def own_modes() -> Iterator[None]:
+_NESTED = _Nested()
+
+
+def own_modes() -> AbstractContextManager[None]:
     """Lets ops use their own modes inside a region of several layers, which recomputes what they do not save."""
-    before = getattr(_NESTED, "keeps_modes", False)
-    _NESTED.keeps_modes = True
-    try:
-        yield
-    finally:
-        _NESTED.keeps_modes = before
+    return setting(_NESTED, "keeps_modes", True)
 
 
 def choose_mode(recompute: str) -> str:
@@ -377,7 +376,7 @@ def choose_mode(recompute: str) -> str:
     if recompute == "none" or torch.compiler.is_compiling():
         return recompute
     seen = observe(())
-    if not seen & _RECOMPUTED or seen & _TRANSFORMS or getattr(_NESTED, "keeps_modes", False):
+    if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.keeps_modes:
         return recompute
     if not seen & _BACKWARD:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

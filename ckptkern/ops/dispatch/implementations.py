@@ -71,10 +71,33 @@ def _grouped_mm(a: Tensor, b: Tensor, groups: eager.Groups) -> Tensor:
     return F.grouped_mm(a, b, offs=groups.offs[1:].contiguous())
 
 
-class GroupedExperts:
-    """Replaces the experts' launchers, with the same arguments and results. kernels: the launchers' module."""
+class Kernels:
+    """The implementation "triton": the kernels as they are, and cuBLAS for matmuls without an epilogue."""
 
-    kernels: ModuleType
+    def __init__(self, kernels: ModuleType):
+        self.kernels = kernels
+
+    def __getattr__(self, name: str):
+        return getattr(self.kernels, name)
+
+    linear, mm = staticmethod(eager.linear), staticmethod(eager.mm)
+
+    def apply_dropout(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
+        """Returns dropout(h), or h itself without a state."""
+        return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
+
+
+class Library(Kernels, Steps):
+    """The implementation "library": cuBLAS's matmuls and grouped_mm, and elementwise kernels between them."""
+
+    recomputes_relu = True  # by forward's matmul with relu: relu's result holds the mask
+
+    def relu(self, x, w, b):
+        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z.
+        The epilogue of tanh-GELU would not round z, so forward and recompute would differ."""
+        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen returns b without relu
+            return torch._addmm_activation(b, x, w.t())
+        return super().relu(x, w, b)
 
     def experts_fwd(self, x, w, b, groups, activation, precision, *, save_gu=False):
         if b is not None or not runs_grouped(groups, w):
@@ -112,35 +135,6 @@ class GroupedExperts:
         if capability_of(a) == NOT_ZEROED:
             dw.masked_fill_((groups.offs[1:] == groups.offs[:-1])[:, None, None], 0)
         return dw
-
-
-class Kernels:
-    """The implementation "triton": the kernels as they are, and cuBLAS for matmuls without an epilogue."""
-
-    def __init__(self, kernels: ModuleType):
-        self.kernels = kernels
-
-    def __getattr__(self, name: str):
-        return getattr(self.kernels, name)
-
-    linear, mm = staticmethod(eager.linear), staticmethod(eager.mm)
-
-    def apply_dropout(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
-        """Returns dropout(h), or h itself without a state."""
-        return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
-
-
-class Library(GroupedExperts, Kernels, Steps):
-    """The implementation "library": cuBLAS's matmuls, and elementwise kernels between them."""
-
-    recomputes_relu = True  # by forward's matmul with relu: relu's result holds the mask
-
-    def relu(self, x, w, b):
-        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z.
-        The epilogue of tanh-GELU would not round z, so forward and recompute would differ."""
-        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen returns b without relu
-            return torch._addmm_activation(b, x, w.t())
-        return super().relu(x, w, b)
 
 
 OF_KERNELS = {"triton": Kernels, "library": Library}

@@ -177,69 +177,54 @@ class MLPBranch:
         more and a mask.
         """
         (hidden, features), out, on_gpu = self.t.up_weight.shape, self.t.down_weight.shape[0], self.t.up_weight.is_cuda
-        widest, backend, masks = max(features, out), self.o.backend, 0
-        if not self.by_step:
+        widest, masks, beside = max(features, out), hidden, 3 * hidden
+        if self.by_step:  # before and after the activation, both gradients, and copies that elementwise steps make
+            held = (7 if self.gated else 4) * hidden + 2 * widest
+            if (
+                self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
+            ):  # copies of dy and x for their gradients
+                held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
+        else:
             drops, held = self.t.rng is not None, 5 if self.gated else 2
-            if backend == "eager":
+            masks, beside = 0, (3 if self.gated else 2) * hidden
+            if self.o.backend == "eager":
                 held += max(2 * drops, eager.ACTIVATIONS[self.o.activation].temporaries)
                 masks = hidden if drops else 0
-            elif (
-                backend == "library"
-            ):  # writes dz over dh, h over z; dg, du over g, u and h over dh; dropout to new memory
+            elif self.o.backend == "library":
+                # writes dz over dh, h over z; dg, du over g, u and h over dh; dropout to new memory
                 held += drops - (2 if self.gated else 0)
-            return row_bytes(
-                self.dtype, on_gpu, held * hidden, masks, hidden + widest, (3 if self.gated else 2) * hidden
-            )
-        # before and after the activation, both gradients, and copies that elementwise steps make
-        held = (7 if self.gated else 4) * hidden + 2 * widest
-        if self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for their gradients
-            held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
-        return row_bytes(self.dtype, on_gpu, held, hidden, hidden + widest, 3 * hidden)
+            held *= hidden
+        return row_bytes(self.dtype, on_gpu, held, masks, hidden + widest, beside)
 
     # -- backward
-
-    def fused_gradients(
-        self, dy: Tensor, x: Tensor | None, before: list[Tensor], h: Tensor | None, start: int, sums: Sums
-    ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
-        """Runs one kernel; returns the gradients of [z] or [g, u], h if the down weight's gradient reads it, and sums of the
-        gradients' columns. before: [z] or [g, u], empty to recompute them."""
-        p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.parts["up"]
-        if type(dy) is Late and o.backend == "triton":  # other implementations recompute first and then read dy
-            dy = dy.arrived()
-        if before:
-            launcher = p.gated_act_grad if self.gated else p.act_grad
-            arguments = dy, self.parameter("down_weight"), *before, o.activation, o.precision
-        else:
-            launcher = p.gated_bwd if self.gated else p.mlp_bwd
-            arguments = (
-                x,
-                *map(self.parameter, self.inner),
-                dy,
-                self.parameter("down_weight"),
-                o.activation,
-                o.precision,
-            )
-        dbs = dict(dbg=sums.parts["gate"], dbu=up) if self.gated else dict(db=up)
-        results, count = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, **dbs), len(self.first)
-        return list(results[:count]), results[count] if h is None else h, results[count + 1 :]
 
     def backward_rows(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
     ) -> Tensor | None:
         """Adds the gradients that dy [rows, e] of rows that begin at `start` gives to the sums; returns dx [rows, d], in `dx`
         if there is one. x: None where it is not read; saved: what `saves` names."""
-        h, before, behind = None, [], sums.behind
-        if saved:
-            h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
-        gradients: list[Tensor] | None = None
+        p, o, behind, gradients = self.p, self.o, sums.behind, None
+        h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         if type(dy) is Late and dy.finish is not None and behind and self.gated and not saved:
             h, before = self.hidden(x, start, save=True)  # else one kernel recomputes and reads dy at once
             dy = dy.arrived()
-        if behind and not self.by_step:
-            # relu's result holds the mask
-            before = [h] if not before and h is not None else before
-            gradients, h, parts = self.fused_gradients(dy, x, before, h, start, sums)
-            before = []
+        if (
+            behind and not self.by_step
+        ):  # one kernel, which returns [dz] or [dg, du], h, and sums of the gradients' columns
+            if type(dy) is Late and o.backend == "triton":  # other implementations recompute first and then read dy
+                dy = dy.arrived()
+            if before or h is not None:  # relu's result holds the mask
+                launcher = p.gated_act_grad if self.gated else p.act_grad
+                read = dy, self.parameter("down_weight"), *(before or [h])
+            else:
+                launcher = p.gated_bwd if self.gated else p.mlp_bwd
+                read = x, *map(self.parameter, self.inner), dy, self.parameter("down_weight")
+            up, save_h = sums.parts["up"], h is None and sums.read_h
+            wanted = dict(dbg=sums.parts["gate"], dbu=up) if self.gated else dict(db=up)
+            wanted |= dict(dropout=self.dropout, row_base=start, save_h=save_h)
+            results, count = launcher(*read, o.activation, o.precision, **wanted), len(self.first)
+            gradients, h, parts = [*results[:count]], results.h if h is None else h, results[count + 1 :]
+            before = read = results = None
         elif behind or sums.read_h:
             if not saved:
                 h, before = self.hidden(x, start)
@@ -253,22 +238,22 @@ class MLPBranch:
         if not behind:
             return None
         if gradients is None:  # step by step
-            dh, activation = self.p.mm(dy, self.parameter("down_weight")), self.o.activation
+            dh = p.mm(dy, self.parameter("down_weight"))
             if du is not None:
-                self.updates["down"].add_input_gradient(self.p, du, dh, start)
-            dh = self.p.apply_dropout(dh, self.dropout, start)
-            gradients = [self.p.act_bwd(dh * before[1] if self.gated else dh, before[0], activation)[0]]
+                self.updates["down"].add_input_gradient(p, du, dh, start)
+            dh = p.apply_dropout(dh, self.dropout, start)
+            gradients = [p.act_bwd(dh * before[1] if self.gated else dh, before[0], o.activation)[0]]
             if self.gated:
-                gradients.append(dh * self.p.act_fwd(before[0], None, activation))
-            parts, before, dh = (None,) * len(self.first), [], None
+                gradients.append(dh * p.act_fwd(before[0], None, o.activation))
+            parts, before, dh = (None, None), [], None
         for place, layer in enumerate(self.first):
-            d, part = gradients.pop(0), parts[place]
+            d = gradients.pop(0)
             du = self.inner_gradient(layer, d, sums.need_dx, sums) if self.updates else None
-            sums.add(layer, d, du, x, start, part)
+            sums.add(layer, d, du, x, start, parts[place])
             if sums.need_dx:
-                dx = self.p.mm(d, self.parameter(WEIGHT[layer]), out=dx, add=place > 0)
+                dx = p.mm(d, self.parameter(WEIGHT[layer]), out=dx, add=place > 0)
                 if du is not None:
-                    self.updates[layer].add_input_gradient(self.p, du, dx, start)
+                    self.updates[layer].add_input_gradient(p, du, dx, start)
         return dx
 
     def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:

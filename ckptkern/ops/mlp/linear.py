@@ -268,51 +268,37 @@ class LinearStack(Op):
         relu = activation == "relu"
 
         def add(start: int, stop: int) -> None:
-            part = slice(start, stop)
-            dy_rows = dy[part]
-            # stored_rows[i]: layer i's h (relu) or z (others) for i < L - 1; the last layer is recomputed in its tile, or read
-            # from bits
-            if stored:
-                stored_rows = [h[part] for h in stored]
-                h_last = stored_rows[L - 2] if relu and L > 1 else None
-                dz, db = p.act_bwd(dy_rows, stored_rows[L - 1], activation, db=sums[L - 1])
-            else:
-                stored_rows, h = [], rows[part]
+            part, h = slice(start, stop), rows[start:stop]
+            # each layer's h (relu) or z (others), and its input where it is known: other activations compute most from z
+            before, inputs = [t[part] for t in stored], [h, *[None] * (L - 1)]
+            if not stored:  # the last layer is recomputed in its tile, or read from bits
                 for w, b in layers[:-1]:
                     h, z, _ = p.linear_fwd(h, w, b, activation, precision, save_z=not relu)
-                    stored_rows.append(h if relu else z)
-                h_last = h
-                if bits is not None:
-                    dz, db = p.act_bwd(dy_rows, bits[part], activation, bits=True, db=sums[L - 1])
-                else:
-                    dz, db = p.linear_bwd(h, *layers[-1], dy_rows, activation, precision, db=sums[L - 1])
+                    before.append(h if relu else z)
+                inputs[-1] = h
+            if relu:
+                inputs[1:] = before[: L - 1]
+            if stored or bits is not None:
+                read = before[-1] if stored else bits[part]
+                dz, db = p.act_bwd(dy[part], read, activation, bits=not stored, db=sums[-1])
+            else:
+                dz, db = p.linear_bwd(inputs[-1], *layers[-1], dy[part], activation, precision, db=sums[-1])
             for i in range(L - 1, lowest - 1, -1):
                 if bias_grads[i]:
                     bias_grads[i].add(db)
-                if i == 0:
-                    if weight_grads[0]:
-                        weight_grads[0].add(dz, rows[part])
-                    if needs_x:
-                        p.mm(dz, layers[0][0], out=dx[part])
-                    break
-                h = stored_rows[i - 1] if relu else h_last if i == L - 1 else None
-                dz_below = None
-                if i == lowest and h is None and weight_grads[i]:
-                    h = p.act_fwd(stored_rows[i - 1], None, activation)
-                elif i > lowest:
+                h, dz_below = inputs[i], None
+                if i > lowest:
+                    wanted = dict(save_h=h is None and bool(weight_grads[i]), h_over_z=not stored, db=sums[i - 1])
                     dz_below, recomputed, db = p.act_grad(
-                        dz,
-                        layers[i][0],
-                        stored_rows[i - 1],
-                        activation,
-                        precision,
-                        save_h=h is None and bool(weight_grads[i]),
-                        h_over_z=not stored,
-                        db=sums[i - 1],
+                        dz, layers[i][0], before[i - 1], activation, precision, **wanted
                     )
                     h = recomputed if h is None else h
+                elif h is None and weight_grads[i]:
+                    h = p.act_fwd(before[i - 1], None, activation)
                 if weight_grads[i]:
                     weight_grads[i].add(dz, h)
+                if i == 0 and needs_x:
+                    p.mm(dz, layers[0][0], out=dx[part])
                 dz = dz_below
 
         for start, stop in chunks if lowest < L else ():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from ... import state
 from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
-from ..dispatch.choices import autocast_off, compose_of
+from ..dispatch.choices import autocast_off, compose_of, setting
 from .gradients import (
+    THREAD,
     Delayed,
     Late,
     Left,
@@ -43,35 +44,10 @@ from .gradients import (
     is_late,
     is_valid,
     stash_limit,
-    stashing,
     versions_of,
-    workspace_limit,
 )
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
-
-
-def build(op: type[Op]):
-    """Registers the op; returns `apply(options, *tensors) -> y`, or a tuple of all results. `parts` is for `across_ranks`."""
-    registered = register(op)
-    gradients = _gradients(registered)
-    eager = _eager_function(registered, gradients)
-    bare = named(type("Bare", (eager,), {}), op, "Op")
-
-    def kernel(tensors, *lists):
-        """Runs the library op, with a classic Function around it, for graphs that call the op itself."""
-        if needs := wanted(tensors):
-            saved: list[Tensor] = []
-            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
-            return [*(results if isinstance(results, tuple) else (results,)), *saved]
-        with torch._C._AutoDispatchBelowAutograd():
-            return registered.fwd(tensors, *lists)
-
-    LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
-    apply = _apply(registered, eager, gradients)
-    apply.parts = registered, gradients
-    return apply
-
 
 DISPATCHED = int(Observed.MODES | Observed.PROFILER | Observed.SUBCLASS)
 _OBSERVED = DISPATCHED | int(Observed.TRANSFORMS | Observed.BATCHED)
@@ -91,14 +67,9 @@ class Bodies:
     seen = False
 
 
-@contextlib.contextmanager
-def bodies_seen() -> Iterator[None]:
+def bodies_seen() -> contextlib.AbstractContextManager[None]:
     """Shows dispatch modes inside what an op's body calls, instead of the library op around it."""
-    before, Bodies.seen = Bodies.seen, True
-    try:
-        yield
-    finally:
-        Bodies.seen = before
+    return setting(Bodies, "seen", True)
 
 
 def runs_directly(seen: int) -> bool:
@@ -304,7 +275,7 @@ def _in_parts(
     ):
         return gradients(dy, flat, options, wanted)
     stash = Stash(limit, () if ctx.call[4] else flat)  # tensors from hooks are in memory for this pass alone
-    with stashing(stash):
+    with setting(THREAD, "stash", stash):
         grads = list(run_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
     places = [i for i in range(len(grads)) if wanted >> i & 1]
     if not all(is_valid(grads[i]) for i in places):
@@ -324,10 +295,24 @@ def _in_parts(
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
 
 
-def _apply(registered: Registered, eager: type, gradients):
-    """Builds the op's entry point, which calls the Function that fits. Functional has a setup_context, for torch.compile;
-    Transformed is the same for torch.func."""
-    op = registered.op
+def build(op: type[Op]):
+    """Registers the op; returns `apply(options, *tensors) -> y`, or a tuple of all results, which calls the Function that fits.
+    `parts` is for `across_ranks`. Functional has a setup_context, for torch.compile; Transformed is the same for torch.func."""
+    registered = register(op)
+    gradients = _gradients(registered)
+    eager = _eager_function(registered, gradients)
+    bare = named(type("Bare", (eager,), {}), op, "Op")
+
+    def kernel(tensors, *lists):
+        """Runs the library op, with a classic Function around it, for graphs that call the op itself."""
+        if needs := wanted(tensors):
+            saved: list[Tensor] = []
+            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *saved]
+        with torch._C._AutoDispatchBelowAutograd():
+            return registered.fwd(tensors, *lists)
+
+    LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
 
     class Functional(torch.autograd.Function):
         generate_vmap_rule = True
@@ -395,7 +380,7 @@ def _apply(registered: Registered, eager: type, gradients):
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
         return apply_eager((options if needs else for_inference(options), needs, seen, None), *tensors)
 
-    apply.for_inference = for_inference
+    apply.parts, apply.for_inference = (registered, gradients), for_inference
     return apply
 
 
@@ -433,44 +418,42 @@ def across_ranks(apply) -> Callable[..., Tensor]:
 
         @staticmethod
         def backward(ctx, dy):
-            precision = ctx.call[-1]
             if torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{op.name}: second-order gradients are not supported over a tensor-parallel group"
                 )
+            shard, options, residual, needs, precision = ctx.call
             with contextlib.nullcontext() if precision is None else precision:
-                dx, *grads = _backward(ctx, dy)
-            return (None, None, None, None, dx, *grads)
-
-    def _backward(ctx, dy: Tensor) -> list[Tensor | None]:
-        shard, options, residual, needs, _ = ctx.call
-        x, *others = ctx.saved_tensors
-        seen = DISPATCHED if torch.compiler.is_compiling() else state.observe((x if is_late(dy) else dy, x, *others))
-        dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
-        gathering = None if x is None else shard.gathering(x)
-        if not directly:
-            df = shard.gathering(arrived(dy).to(dtype))()
-        elif shard.sequence:  # df is waited for where it is first read
-            shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
-            df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
-        else:
-            df = Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
-        saved = [None if gathering is None else gathering(), *others]
-        needs = asked(needs, saved)
-        if directly and needs & 1:
-            return _overlapped(ctx, dy, df, saved, needs, seen)
-        dx, *grads = gradients(arrived(df), saved, options, needs)
-        if dx is not None:
-            dx = shard.reducing(dx)()
-            dx = dx + arrived(dy).to(dx.dtype) if residual else dx
-        return [dx, *grads]
+                x, *others = ctx.saved_tensors
+                observed = x if is_late(dy) else dy, x, *others
+                seen = DISPATCHED if torch.compiler.is_compiling() else state.observe(observed)
+                dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
+                gathering = None if x is None else shard.gathering(x)
+                if not directly:
+                    df = shard.gathering(arrived(dy).to(dtype))()
+                elif shard.sequence:  # df is waited for where it is first read
+                    shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
+                    df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
+                else:
+                    df = (
+                        Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
+                    )
+                saved = [None if gathering is None else gathering(), *others]
+                needs = asked(needs, saved)
+                if directly and needs & 1:
+                    return (None, None, None, None, *_overlapped(ctx, dy, df, saved, needs, seen))
+                dx, *grads = gradients(arrived(df), saved, options, needs)
+                if dx is not None:
+                    dx = shard.reducing(dx)()
+                    dx = dx + arrived(dy).to(dx.dtype) if residual else dx
+                return (None, None, None, None, dx, *grads)
 
     def _overlapped(ctx, dy: Tensor, df: Tensor, saved: list, needs: int, seen: int) -> list[Tensor | None]:
         """Computes the gradients, with the collective of dx under the matmuls of the weights' gradients, which wait as far as
         their operands fit the workspace."""
         shard, options, residual, _, _ = ctx.call
-        limit = workspace_limit(values_of(options, "workspace"))
-        with stashing(Stash(limit, saved, spills=True)):
+        limit = max(values_of(options, "workspace"), default=0)
+        with setting(THREAD, "stash", Stash(limit, saved, spills=True)):
             dx, *grads = run_backward(op, df, saved, options, needs, seen)
         if not all(map(is_valid, grads)):  # a body overwrote their operands
             dx, *grads = gradients(arrived(df), saved, options, needs)

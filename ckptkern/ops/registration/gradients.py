@@ -9,8 +9,7 @@ Together they run what one whole pass runs, with its bits. Without a stash each 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ SPLITS = ("auto", "stash", "recompute")
 
 
 class _Thread(threading.local):
-    """State of this thread. stash: holds the weights' matmuls of the running backward; without one they run at once."""
+    """State of this thread. stash: holds the operands of the running backward's `WeightGrad.add`; without one, its matmuls run
+    at once."""
 
     stash: Stash | None = None
 
@@ -43,17 +43,6 @@ class Process:
     held = 0  # bytes that all regions hold for a second pass
 
 
-class Room:
-    """Bytes held for a second pass, counted as long as this object lives."""
-
-    def __init__(self, size: int):
-        self.size = size
-        Process.held += size
-
-    def __del__(self):
-        Process.held -= self.size
-
-
 class Delayed(NamedTuple):
     """A weight's gradient whose matmuls have not run. sums: its parts, of which the last returns the whole."""
 
@@ -68,20 +57,27 @@ class Stash:
     """
 
     def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
-        self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
+        self.limit, self.bytes, self.spills = limit, 0, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
 
     def holds(self, operands: Iterable[Any]) -> bool:
         """Holds these tensors from now on and returns True; returns False once they exceed the limit."""
         for t in operands:
-            if isinstance(t, Tensor) and not self.is_full:
-                storage = t.untyped_storage()
-                if storage._cdata not in self.storages:
-                    self.storages.add(storage._cdata)
-                    self.bytes += storage.nbytes()
-        if self.bytes > self.limit:
-            self.is_full = True
-        return not self.is_full
+            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in self.storages:
+                self.storages.add(storage._cdata)
+                self.bytes += storage.nbytes()
+        return self.bytes <= self.limit
+
+
+class Room:
+    """Bytes held for a second pass, counted as long as this object lives."""
+
+    def __init__(self, size: int):
+        self.size = size
+        Process.held += size
+
+    def __del__(self):
+        Process.held -= self.size
 
 
 class Left(NamedTuple):
@@ -120,24 +116,10 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
     return total
 
 
-@contextmanager
-def stashing(stash: Stash) -> Iterator[None]:
-    """Makes `WeightGrad.add` in this thread stash its operands instead of running a matmul."""
-    before, THREAD.stash = THREAD.stash, stash
-    try:
-        yield
-    finally:
-        THREAD.stash = before
-
-
-def workspace_limit(workspaces: Iterable[int | None]) -> float:
-    return max((torch.inf if size is None else size for size in workspaces), default=0)
-
-
-def stash_limit(workspaces: Iterable[int | None]) -> float:
+def stash_limit(workspaces: Iterable[int]) -> float:
     """Returns the bytes that a region may stash: in "auto" its workspace, less what all regions hold."""
     if Process.mode == "auto":
-        return max(workspace_limit(workspaces) - Process.held, 0)
+        return max(max(workspaces, default=0) - Process.held, 0)
     return torch.inf if Process.mode == "stash" else 0
 
 
@@ -275,9 +257,6 @@ class Late(Tensor):
 
     def data_ptr(self) -> int:  # kernels are launched with it
         return self.arrived().data_ptr()
-
-    def __repr__(self, **options: Any) -> str:
-        return f"Late({list(self.shape)}, {self.dtype}, arrived={self.finish is None})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

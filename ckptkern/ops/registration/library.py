@@ -27,7 +27,7 @@ from ..dispatch.choices import read_precision
 from .op import Op, call_of, run_backward, run_forward
 
 _AUTOCAST = int(Observed.AUTOCAST)
-_WORD = 62
+
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
 
@@ -46,11 +46,11 @@ def call_forward(registered: Registered, tensors: Sequence, options) -> Sequence
 
 
 def call_backward(registered: Registered, dy: Tensor, flat: Sequence, options, needs: int) -> list[Tensor]:
-    """Runs the library op; returns the gradients, empty where not needed. needs goes in words of 62 bits: a stack of 31 layers
-    has more inputs than an int64 has bits."""
+    """Runs the library op; returns the gradients, empty where not needed. needs goes as places: a stack of 31 layers has more
+    inputs than an int64 has bits."""
     tensors, saved = call_of(registered.op, flat, options)
-    words = [needs >> start & (1 << _WORD) - 1 for start in range(0, max(needs.bit_length(), 1), _WORD)]
-    return registered.bwd(dy, tensors, list(saved.values()), *pack(registered.layout, options), words)
+    places = [i for i in range(needs.bit_length()) if needs >> i & 1]
+    return registered.bwd(dy, tensors, list(saved.values()), *pack(registered.layout, options), places)
 
 
 def _on_meta(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -83,8 +83,8 @@ def register(op: type[Op]) -> Registered:
         return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
     def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
-        *lists, words = lists_and_needs
-        needs = sum(word << _WORD * i for i, word in enumerate(words))
+        *lists, places = lists_and_needs
+        needs = sum(1 << i for i in places)
         if on_meta:
             (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
         # the op is functional: it changes no main_grad
@@ -113,16 +113,9 @@ def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
     return 2 * a.numel() * b.shape[1]
 
 
-_addmm_flops._get_raw = True  # tensors, not their shapes
-_ADDMM = {torch.ops.aten.addmm: _addmm_flops, torch.ops.aten.addmm_: _addmm_flops}
-
-
 def _grouped_mm_flops(a, b, *args, out_val=None, **kwargs) -> int:
     """Counts FLOPs: each row of a [R, k] meets one matrix of b [E, k, n], or each column of a [k, R] one row of b [R, n]."""
     return 2 * b.numel() * a.shape[-2] if a.dim() > b.dim() else 2 * a.numel() * b.shape[-1]
-
-
-_grouped_mm_flops._get_raw = True
 
 
 def _of_all_heads(formula: Callable, query: int) -> Callable:
@@ -135,12 +128,12 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
             arguments[place] = args[place][:, :1].expand(-1, heads, -1, -1)
         return formula(*arguments, **kwargs)
 
-    flops._get_raw = True
     return flops
 
 
-FLOPS = flop_registry | {  # torch lacks these formulas of ops in the bodies
-    **_ADDMM,
+_LACKING = {  # formulas that torch lacks, of ops in the bodies
+    torch.ops.aten.addmm: _addmm_flops,
+    torch.ops.aten.addmm_: _addmm_flops,
     torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
         flop_registry[torch.ops.aten._scaled_dot_product_flash_attention], query=0
@@ -149,11 +142,14 @@ FLOPS = flop_registry | {  # torch lacks these formulas of ops in the bodies
         flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward], query=1
     ),
 }
+for _formula in _LACKING.values():
+    _formula._get_raw = True  # it reads tensors, not their shapes
+FLOPS = flop_registry | _LACKING
 
 
 def _flops(on_meta: Callable, *args, out_val=None) -> int:
     """Counts the op's FLOPs, from its body on meta tensors: multiply-adds times two, as torch counts them."""
-    with _disable_current_modes(), FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter:
+    with _disable_current_modes(), FlopCounterMode(display=False, custom_mapping=_LACKING) as counter:
         on_meta(*args)
     return counter.get_total_flops()
 
@@ -264,22 +260,10 @@ def loop_over_batch(op):
 
     def rule(info, in_dims, *args):
         def sample(i):
-            def pick(arg, dim):
-                if isinstance(arg, (list, tuple)):
-                    dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(arg)
-                    return [pick(a, d) for a, d in zip(arg, dims, strict=True)]
-                return arg if dim is None or not isinstance(arg, Tensor) else arg.select(dim, i)
+            return op(*tree_map(lambda dim, arg: arg if dim is None else arg.select(dim, i), in_dims, args))
 
-            return op(*(pick(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
-
-        def stack(column):
-            if isinstance(column[0], Tensor):
-                return torch.stack(column), 0
-            stacked = [stack(list(inner)) for inner in zip(*column, strict=True)]
-            kind = type(column[0])
-            return kind(value for value, _ in stacked), kind(dim for _, dim in stacked)
-
-        return stack([sample(i) for i in range(info.batch_size)])
+        results = [torch.stack(column) for column in zip(*map(sample, range(info.batch_size)), strict=True)]
+        return results, [0] * len(results)
 
     return rule
 
@@ -292,16 +276,12 @@ def in_legacy_vmap(op):
         level = torch._C._vmapmode_increment_nesting() - 1
         torch._C._vmapmode_decrement_nesting()
 
-        def split(arg):
-            """Returns the physical tensor and the batch's dimension, for each tensor in arg."""
-            if isinstance(arg, (list, tuple)):
-                return tuple(map(list, zip(*map(split, arg), strict=True))) if arg else (arg, None)
-            if isinstance(arg, Tensor) and is_legacy_batchedtensor(arg):
-                return torch._remove_batch_dim(arg, level, 1, 0), 0
-            return arg, None
+        def is_batched(arg) -> bool:
+            return isinstance(arg, Tensor) and is_legacy_batchedtensor(arg)
 
-        values, dims = zip(*map(split, args), strict=True)
+        dims = tree_map(lambda arg: 0 if is_batched(arg) else None, args)
+        values = tree_map(lambda arg: torch._remove_batch_dim(arg, level, 1, 0) if is_batched(arg) else arg, args)
         results, _ = rule(types.SimpleNamespace(batch_size=values[0].shape[0]), dims, *values)
-        return tree_map(lambda result: torch._add_batch_dim(result, 0, level), results)
+        return [torch._add_batch_dim(result, 0, level) for result in results]
 
     return call
