@@ -33,7 +33,7 @@ from ..ops.attention.core import in_context_parallel
 from ..ops.dispatch.choices import autocast_dtype, choose_workspace, own_modes
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
-from ..segments.decisions import saved_decisions
+from ..segments.decisions import decides, saved_decisions
 from ..segments.parts import Parts
 from ..segments.reachable import makes_cached
 from ..segments.recorded import is_traced, traced_call
@@ -46,10 +46,11 @@ from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch, reads_of
+from .protection import unmoved
 from .quantized import read_packed
 from .reading import Argument, Probability, Reading
 from .report import AGAIN, RAN, Row, warn_of, warn_once
-from .sharding import set_class
+from .sharding import holds_sharded, set_class
 from .trace import Call, leaves_of, mapped, recomputed, tensors_in
 
 ORIGINAL_CLASS = "_ckptkern_class"  # attribute with the class of a module before its drop-in replacement
@@ -460,23 +461,30 @@ def without_caches(call: Call) -> Call:
 
 
 class General(Forward):
-    """Runs the class's forward as an activation checkpoint, or unchanged at recompute="none". decides: forward makes
-    decisions, which are saved (`saved_decisions`)."""
+    """Runs the class's forward as an activation checkpoint, or unchanged at recompute="none". It saves forward's decisions if
+    there are any, or if that cannot be tested, and runs in parts if its inside can be watched."""
 
     parts: Parts | None = None
     how = ""  # the forward runs, if in parts
     watches: list[Watch]
 
-    def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
+    def __init__(self, module: nn.Module, recompute: str, call: Call | None = None):
         super().__init__(module, recompute)
-        self.context_fn = saved_decisions if decides else noop_context_fn
-
-    def cut(self, call: Call) -> None:
-        """Lets the forward run in parts from now on, if its inside can be watched."""
-        with contextlib.suppress(Exception):  # whatever a forward makes of the call
+        self.context_fn = saved_decisions
+        if call is None or holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
+            return
+        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # forward may empty a list that it gets
+        with (
+            contextlib.suppress(Exception),
+            unmoved(module),
+            torch.no_grad(),
+        ):  # a forward may raise anything in training
+            module.train()
+            if not decides(module.forward, *args, **kwargs):
+                self.context_fn = noop_context_fn
             # and attributes that other calls may read
-            whole = dict.fromkeys(path for path, _ in self.module.named_modules())
-            self.watches = [Watch(self.module, reads) for reads in (reads_of(self.module, call), whole)]
+            whole = dict.fromkeys(path for path, _ in module.named_modules())
+            self.watches = [Watch(module, reads) for reads in (reads_of(module, (args, kwargs)), whole)]
             self.parts = Parts()
 
     def run(self, *args, **kwargs):
