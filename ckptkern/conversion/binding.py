@@ -62,38 +62,32 @@ ANSWERED = frozenset(
 )
 
 
-class Original:
-    """Runs one call of an original forward when the first of its other results is read."""
+def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any]) -> Callable[[], list[Any]]:
+    """Returns a function that runs one call of an original forward once, and returns the leaves of its results."""
+    reads = [value for value in (*module.parameters(), *flat) if isinstance(value, Tensor) and not value.is_inference()]
+    versions = [tensor._version for tensor in reads]
 
-    def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
-        self.forward, self.results = forward, []
-        self.reads = [
-            tensor
-            for tensor in (*module.parameters(), *flat)
-            if isinstance(tensor, Tensor) and not tensor.is_inference()
-        ]
-        self.versions = [tensor._version for tensor in self.reads]
+    @functools.cache
+    def leaves() -> list[Any]:
+        if [tensor._version for tensor in reads] != versions:
+            raise RuntimeError(
+                "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
+                "their layer has changed since the call; read them before the optimizer's step"
+            )
+        return tree_flatten(forward())[0]
 
-    def leaf(self, at: int) -> Tensor:
-        if not self.results:
-            if [tensor._version for tensor in self.reads] != self.versions:
-                raise RuntimeError(
-                    "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
-                    "their layer has changed since the call; read them before the optimizer's step"
-                )
-            self.results = tree_flatten(self.forward())[0]
-        return self.results[at]
+    return leaves
 
 
 class Unread(Tensor):
     """Stands for attention's probabilities until they are read: any function that takes them gets values, through which
     gradients flow. Their dropout samples anew."""
 
-    original: Original
+    original: Callable[[], list[Any]]  # `when_read`
     at: int
 
     @staticmethod
-    def __new__(cls, original: Original, at: int, like: Tensor) -> Unread:
+    def __new__(cls, original: Callable[[], list[Any]], at: int, like: Tensor) -> Unread:
         placeholder = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
         placeholder.original, placeholder.at = original, at
         return placeholder
@@ -108,7 +102,7 @@ class Unread(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         def values(tensor: Tensor) -> Tensor:
-            return tensor.__dict__["original"].leaf(tensor.__dict__["at"]) if type(tensor) is Unread else tensor
+            return tensor.__dict__["original"]()[tensor.__dict__["at"]] if type(tensor) is Unread else tensor
 
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -208,7 +202,7 @@ class Segment:
         if self.reading.result is None:
             return y
         spec, leaves, at = self.reading.result
-        original = None if forward is None or not self.unread else Original(forward, self.module, flat)
+        original = None if forward is None or not self.unread else when_read(forward, self.module, flat)
         results: list[Any] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
@@ -474,11 +468,8 @@ class General(Forward):
         if call is None or holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
             return
         args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # forward may empty a list that it gets
-        with (
-            contextlib.suppress(Exception),
-            unmoved(module),
-            torch.no_grad(),
-        ):  # a forward may raise anything in training
+        # a forward may raise anything in training
+        with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
             if not decides(module.forward, *args, **kwargs):
                 self.context_fn = noop_context_fn

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
@@ -193,7 +193,8 @@ class _Conversion:
         row = Row(name, class_of(module).__name__, f"ckptkern.nn.{drop_in.__name__}")
         call = next(iter(self.calls.get(module, ())), None)
 
-        def become() -> None:
+        def put() -> None:
+            forward, row.saved_before = Own(module, self.recompute), saved_by(module, module.forward, call)
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
                 if kind in DROP_INS or kind is nn.Dropout:
@@ -202,8 +203,10 @@ class _Conversion:
                     if kind is not nn.Dropout:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
+            self.set(row, module, forward)
+            row.saved_after = saved_by(module, forward, call)
 
-        return Outcome([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
+        return Outcome([row], put)
 
     def head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for an LM head, or for the norm before it; None for other modules."""
@@ -240,7 +243,13 @@ class _Conversion:
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(call))[segment.x]
-        return Outcome([row], lambda: self.bind(row, forward, call, x))
+
+        def put() -> None:
+            row.saved_before = saved_by(module, module.forward, call, x)
+            self.set(row, module, forward)
+            row.saved_after = saved_by(module, forward, call, x)
+
+        return Outcome([row], put)
 
     def general(self, row: Row, module: nn.Module, call: Call, why: str, before: int | None = None) -> Outcome:
         """Returns the outcome of an activation checkpoint of the module, which is left if the checkpoint is wrong. before: what
@@ -272,20 +281,6 @@ class _Conversion:
             row.reason = f"{row.reason or 'its op is unknown'}; it runs {forward.how}"
         row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
         module.forward = forward
-
-    def bind(
-        self,
-        row: Row,
-        forward: Forward,
-        call: Call | None,
-        x: Tensor | None = None,
-        become: Callable[[], None] = lambda: None,
-    ) -> None:
-        module = forward.module
-        row.saved_before = saved_by(module, module.forward, call, x)
-        become()
-        self.set(row, module, forward)
-        row.saved_after = saved_by(module, forward, call, x)
 
     def blocks(self, model: nn.Module, call: Call) -> None:
         """Adds activation checkpoints of blocks in which nothing is fused."""
