@@ -22,7 +22,7 @@ from ..subclasses import PLAIN
 from .protection import FULLY_SHARD, seeded, unmoved
 from .quantized import REPACKS, is_quantised
 from .report import AGAIN, warn_of
-from .trace import PLAIN_VALUES, Call
+from .trace import PLAIN_VALUES, Call, leaves_of, recomputed
 
 # The attributes of an object that were read, by name, with the Reads of their values. None: any attribute.
 Reads = dict[str, Any]
@@ -134,11 +134,7 @@ def is_container(value: object) -> bool:
 
 def snapshot(value: Any) -> Any:
     """Returns a copy of nested containers, which later changes in place do not reach."""
-    if type(value) in (list, tuple):
-        return type(value)(map(snapshot, value))
-    if type(value) is dict:
-        return {key: snapshot(item) for key, item in value.items()}
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    return recomputed(value, (copy.copy(v) if isinstance(v, CONTAINERS) else v for v in leaves_of(value)))
 
 
 def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
