@@ -175,7 +175,7 @@ class _Conversion:
             put = None
             if before is not None:
                 row = outcome.rows[-1]
-                put = self.general(row, module, self.calls[module][0], row.reason, before).put
+                put = self.general(row, module, self.calls[module][0], row.reason, before)
             if self.shards.agree(put is not None) and put is not None:
                 put()
                 for part in inner:  # their bytes are counted in the layer's row
@@ -236,7 +236,8 @@ class _Conversion:
             if kind is nn.Sequential and (runs := self.runs(name, module)):
                 return runs
             if is_block(name, module) and (why := why_general(module)):
-                return self.general(row, module, calls[0], why if why == str(reason) else f"{why}: {reason}")
+                why = why if why == str(reason) else f"{why}: {reason}"
+                return Outcome([row], self.general(row, module, calls[0], why))
             return Outcome([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
@@ -251,9 +252,11 @@ class _Conversion:
 
         return Outcome([row], put)
 
-    def general(self, row: Row, module: nn.Module, call: Call, why: str, before: int | None = None) -> Outcome:
-        """Returns the outcome of an activation checkpoint of the module, which is left if the checkpoint is wrong. before: what
-        it saved before its inside was converted; the checkpoint must then save less than it does now."""
+    def general(
+        self, row: Row, module: nn.Module, call: Call, why: str, before: int | None = None
+    ) -> Callable[[], None] | None:
+        """Returns how to set an activation checkpoint of the module; None if the checkpoint is wrong. before: what it saved
+        before its inside was converted; the checkpoint must then save less than it does now."""
         call, is_asked, error = without_caches(call), before is None, None
         checkpoint, row.reason = General(module, self.mlp, call), why
         checkpoint.share(row.name, self.cut)
@@ -267,14 +270,14 @@ class _Conversion:
                 error = error_of(checkpoint, call, is_asked)
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
-            return Outcome([row])
+            return None
 
         def put() -> None:
             row.replaced_by, row.error = "checkpoint", error
             row.saved_before, row.saved_after = inside if is_asked else before, after
             self.set(row, module, checkpoint)
 
-        return Outcome([row], put)
+        return put
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
@@ -305,7 +308,7 @@ class _Conversion:
                 for cut in own:
                     name = names[module] + ("" if cut.layers is None else "[{}:{}]".format(*cut.layers))
                     row = row_of(name, module)
-                    if (put := self.general(row, cut.part, calls[cut.begins], "").put) is not None:
+                    if (put := self.general(row, cut.part, calls[cut.begins], "")) is not None:
                         put()
                         inside = set(cut.part.modules())
                         replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}

@@ -331,7 +331,6 @@ class Checked(NamedTuple):
     """
 
     name: str
-    module: nn.Module
     calls: list[tuple]
     fused: Fused
     log: list[tuple]
@@ -375,8 +374,9 @@ def fuse(
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for other in checked:
         with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then checked by itself
-            same_call = call_kinds(calls) == other.calls and same_inside(name, module, other.name, other.module)
-            buffers = zip(module.buffers(), other.module.buffers(), strict=True)
+            like = other.fused.module
+            same_call = call_kinds(calls) == other.calls and same_inside(name, module, other.name, like)
+            buffers = zip(module.buffers(), like.buffers(), strict=True)
             if same_call and all(x is y or torch.equal(x, y) for x, y in buffers):
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
@@ -409,7 +409,7 @@ def fuse(
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
     segments = {form.pattern(attempt.asked): attempt.segment for attempt in attempts.values()}
     fused = Fused(form, segments, recompute)
-    checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
+    checked.append(Checked(name, call_kinds(calls), fused, first.log))
     return fused, max(attempt.error for attempt in attempts.values()), first.call
 
 
