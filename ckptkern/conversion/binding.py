@@ -311,13 +311,13 @@ class Forward:
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches((args, kwargs))
         if is_compiling():  # Dynamo makes no bound method of a converted module
-            run = functools.partial(type(self.module).forward, self.module)
-            return checkpoint(run, *args, context_fn=context_fn, **kwargs)
-        self.count("checkpointed", why)
-        run = self.recomputed(args, kwargs)
-        hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
-        if any(hooks):  # the recompute runs with the present hooks
-            run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
+            run: Callable = functools.partial(type(self.module).forward, self.module)
+        else:
+            self.count("checkpointed", why)
+            run = self.recomputed(args, kwargs)
+            hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
+            if any(hooks):  # the recompute runs with the present hooks
+                run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
         return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
     def traced(self, *args, **kwargs):
