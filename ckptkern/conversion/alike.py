@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .calls import pattern_of
-from .guard import OF_EVERY_MODULE, ties_of
+from .guard import OF_EVERY_MODULE
 from .protection import FULLY_SHARD
 from .trace import PLAIN_VALUES, Call, tensors_in
 
@@ -64,15 +64,11 @@ def call_kinds(calls: list[Call]) -> list[tuple]:
 
 
 def description(module: nn.Module) -> list[tuple]:
-    """Returns the classes of the modules inside, their parameters and buffers, and which parameters are tied."""
-    paths = {id(m): path for path, m in module.named_modules()}
-    modules = [(path, type(m), tensors_of(m._parameters), tensors_of(m._buffers)) for path, m in module.named_modules()]
-    ties = [(paths[id(a)], first, paths[id(b)], second) for a, first, b, second in ties_of(module)]
-    return [*modules, *ties]
-
-
-def tensors_of(named: dict[str, Tensor | None]) -> list[tuple]:
-    return [(name, t if t is None else (t.shape, t.dtype, t.device, t.requires_grad)) for name, t in named.items()]
+    """Returns the classes of the modules inside, and their parameters and buffers, each with the first path of the tensor."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    tensors = [(p, first.setdefault(id(t), p), t.shape, t.dtype, t.device, t.requires_grad) for p, t in named]
+    return [*((path, type(m)) for path, m in module.named_modules()), *tensors]
 
 
 def attributes_of(module: nn.Module) -> list[Any]:

@@ -33,7 +33,7 @@ from ..ops.attention.core import in_context_parallel
 from ..ops.dispatch.choices import autocast_dtype, choose_workspace, own_modes
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
-from ..segments.decisions import saved_decisions
+from ..segments.decisions import decides, saved_decisions
 from ..segments.parts import Parts
 from ..segments.reachable import makes_cached
 from ..segments.recorded import is_traced, traced_call
@@ -46,10 +46,11 @@ from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch, reads_of
+from .protection import unmoved
 from .quantized import read_packed
 from .reading import Argument, Probability, Reading
 from .report import AGAIN, RAN, Row, warn_of, warn_once
-from .sharding import set_class
+from .sharding import holds_sharded, set_class
 from .trace import Call, leaves_of, mapped, recomputed, tensors_in
 
 ORIGINAL_CLASS = "_ckptkern_class"  # attribute with the class of a module before its drop-in replacement
@@ -61,38 +62,32 @@ ANSWERED = frozenset(
 )
 
 
-class Original:
-    """Runs one call of an original forward when the first of its other results is read."""
+def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any]) -> Callable[[], list[Any]]:
+    """Returns a function that runs one call of an original forward once, and returns the leaves of its results."""
+    reads = [value for value in (*module.parameters(), *flat) if isinstance(value, Tensor) and not value.is_inference()]
+    versions = [tensor._version for tensor in reads]
 
-    def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
-        self.forward, self.results = forward, []
-        self.reads = [
-            tensor
-            for tensor in (*module.parameters(), *flat)
-            if isinstance(tensor, Tensor) and not tensor.is_inference()
-        ]
-        self.versions = [tensor._version for tensor in self.reads]
+    @functools.cache
+    def leaves() -> list[Any]:
+        if [tensor._version for tensor in reads] != versions:
+            raise RuntimeError(
+                "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
+                "their layer has changed since the call; read them before the optimizer's step"
+            )
+        return tree_flatten(forward())[0]
 
-    def leaf(self, at: int) -> Tensor:
-        if not self.results:
-            if [tensor._version for tensor in self.reads] != self.versions:
-                raise RuntimeError(
-                    "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
-                    "their layer has changed since the call; read them before the optimizer's step"
-                )
-            self.results = tree_flatten(self.forward())[0]
-        return self.results[at]
+    return leaves
 
 
 class Unread(Tensor):
     """Stands for attention's probabilities until they are read: any function that takes them gets values, through which
     gradients flow. Their dropout samples anew."""
 
-    original: Original
+    original: Callable[[], list[Any]]  # `when_read`
     at: int
 
     @staticmethod
-    def __new__(cls, original: Original, at: int, like: Tensor) -> Unread:
+    def __new__(cls, original: Callable[[], list[Any]], at: int, like: Tensor) -> Unread:
         placeholder = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
         placeholder.original, placeholder.at = original, at
         return placeholder
@@ -107,7 +102,7 @@ class Unread(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         def values(tensor: Tensor) -> Tensor:
-            return tensor.__dict__["original"].leaf(tensor.__dict__["at"]) if type(tensor) is Unread else tensor
+            return tensor.__dict__["original"]()[tensor.__dict__["at"]] if type(tensor) is Unread else tensor
 
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -207,7 +202,7 @@ class Segment:
         if self.reading.result is None:
             return y
         spec, leaves, at = self.reading.result
-        original = None if forward is None or not self.unread else Original(forward, self.module, flat)
+        original = None if forward is None or not self.unread else when_read(forward, self.module, flat)
         results: list[Any] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
@@ -316,13 +311,13 @@ class Forward:
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches((args, kwargs))
         if is_compiling():  # Dynamo makes no bound method of a converted module
-            run = functools.partial(type(self.module).forward, self.module)
-            return checkpoint(run, *args, context_fn=context_fn, **kwargs)
-        self.count("checkpointed", why)
-        run = self.recomputed(args, kwargs)
-        hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
-        if any(hooks):  # the recompute runs with the present hooks
-            run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
+            run: Callable = functools.partial(type(self.module).forward, self.module)
+        else:
+            self.count("checkpointed", why)
+            run = self.recomputed(args, kwargs)
+            hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
+            if any(hooks):  # the recompute runs with the present hooks
+                run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks], run)
         return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
     def traced(self, *args, **kwargs):
@@ -460,23 +455,27 @@ def without_caches(call: Call) -> Call:
 
 
 class General(Forward):
-    """Runs the class's forward as an activation checkpoint, or unchanged at recompute="none". decides: forward makes
-    decisions, which are saved (`saved_decisions`)."""
+    """Runs the class's forward as an activation checkpoint, or unchanged at recompute="none". It saves forward's decisions if
+    there are any, or if that cannot be tested, and runs in parts if its inside can be watched."""
 
     parts: Parts | None = None
     how = ""  # the forward runs, if in parts
     watches: list[Watch]
 
-    def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
+    def __init__(self, module: nn.Module, recompute: str, call: Call | None = None):
         super().__init__(module, recompute)
-        self.context_fn = saved_decisions if decides else noop_context_fn
-
-    def cut(self, call: Call) -> None:
-        """Lets the forward run in parts from now on, if its inside can be watched."""
-        with contextlib.suppress(Exception):  # whatever a forward makes of the call
+        self.context_fn = saved_decisions
+        if call is None or holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
+            return
+        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # forward may empty a list that it gets
+        # a forward may raise anything in training
+        with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
+            module.train()
+            if not decides(module.forward, *args, **kwargs):
+                self.context_fn = noop_context_fn
             # and attributes that other calls may read
-            whole = dict.fromkeys(path for path, _ in self.module.named_modules())
-            self.watches = [Watch(self.module, reads) for reads in (reads_of(self.module, call), whole)]
+            whole = dict.fromkeys(path for path, _ in module.named_modules())
+            self.watches = [Watch(module, reads) for reads in (reads_of(module, (args, kwargs)), whole)]
             self.parts = Parts()
 
     def run(self, *args, **kwargs):

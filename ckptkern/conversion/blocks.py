@@ -24,12 +24,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward
-from ..segments.decisions import decides
-from .binding import ORIGINAL_CLASS, Forward, General, without_caches
+from .binding import ORIGINAL_CLASS, Forward, General
 from .check import ROUNDING, TOLERANCE, difference, random_parameters, results, wide
 from .protection import drawn_elsewhere, seeded, unmoved
-from .recorder import Saved, Step, saved_bytes, step_of
-from .sharding import holds_sharded
+from .recorder import Saved, Step, step_of
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings, tensors_in
 
 
@@ -62,138 +60,71 @@ def held_by(module: nn.Module) -> list[tuple[str, int]]:
     return sizes + [(name, id(tensor)) for name, value in held if type(value) is tuple for tensor in tensors_in(value)]
 
 
-def general(module: nn.Module, recompute: str, call: Call) -> General:
-    """Returns an activation checkpoint of the module. It saves the forward's decisions if there are any, or if that cannot
-    be tested."""
-    checkpoint = General(module, recompute)
-    if not holds_sharded(module):  # a forward without a backward would leave fully_shard's state open
-        args, kwargs = without_caches(mapped(lambda tensor: tensor, call))  # forward may empty a list that it gets
-        # a forward may raise anything in training
-        with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
-            module.train()
-            checkpoint = General(module, recompute, decides(module.forward, *args, **kwargs))
-            checkpoint.cut((args, kwargs))
-    return checkpoint
+def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Tensor | None], list[Any]]:
+    """Runs a training step of the module in float32 at least, always from the same random state and with the same random
+    parameters.
+
+    Returns (all outputs with a graph as one tensor, followed by the gradients; the buffers and plain attributes that the
+    step leaves). Raises Unreadable if the forward fills containers, which a recompute would fill again, or samples
+    elsewhere than in torch.
+    """
+
+    def outputs(flat: list[Any]) -> Tensor:
+        args, kwargs = recomputed(call, iter(flat))
+        return torch.cat([tensor.flatten() for tensor in tensors_in(run(*args, **kwargs)) if tensor.requires_grad])
+
+    with seeded(), unmoved(module), random_parameters(module):
+        module.train()
+        before, states, flat = held_by(module), drawn_elsewhere(), leaves_of(mapped(wide, call))
+        x = next(i for i, value in enumerate(flat) if is_floating(value))
+        tensors = results(outputs, flat, [x], [p for p in module.parameters() if p.requires_grad])
+        if filled := dict(set(held_by(module)) - set(before)):
+            raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
+        if states != drawn_elsewhere():
+            raise Unreadable(
+                "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
+                "recompute samples others. Draw from torch's"
+            )
+        left = [b.detach().clone() for b in module.buffers() if b.numel() and b.itemsize > 1]
+        return tensors, [*left, *settings(module)]
 
 
-class Around:
-    """Measures what a training call of a layer saves before its inside is converted. Raises what that call raises, and
-    StopIteration for a call without a floating-point input."""
-
-    def __init__(self, module: nn.Module, call: Call):
-        self.module, self.call = module, without_caches(call)
-        self.x = next(i for i, v in enumerate(leaves_of(self.call)) if is_floating(v))
-        self.before = self.saved(module.forward)
-
-    def saved(self, run: Callable) -> int:
-        return saved_bytes(self.module, run, self.call, leaves_of(self.call)[self.x])
-
-    def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
-        """Runs a training step of the layer in float32 at least, always from the same random state and with the same random
-        parameters.
-
-        Returns (all outputs with a graph as one tensor, followed by the gradients; the buffers and plain attributes that the
-        step leaves). Raises Unreadable if the forward fills containers, which a recompute would fill again, or samples
-        elsewhere than in torch.
-        """
-
-        def outputs(flat: list[Any]) -> Tensor:
-            args, kwargs = recomputed(call, iter(flat))
-            return torch.cat([tensor.flatten() for tensor in tensors_in(run(*args, **kwargs)) if tensor.requires_grad])
-
-        with seeded(), unmoved(self.module), random_parameters(self.module):
-            self.module.train()
-            call, before, states = mapped(wide, self.call), held_by(self.module), drawn_elsewhere()
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            tensors = results(outputs, leaves_of(call), [self.x], trained)
-            if filled := dict(set(held_by(self.module)) - set(before)):
-                raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
-            if states != drawn_elsewhere():
-                raise Unreadable(
-                    "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
-                    "recompute samples others. Draw from torch's"
-                )
-            left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
-            return tensors, [*left, *settings(self.module)]
-
-    def check(self, forward: General, wanted: tuple[list[Tensor | None], list[Any]] | None = None) -> float:
-        """Returns the largest relative error of a training step with this checkpoint. wanted: the result of `step` without
-        it. Raises Unreadable if results, buffers or attributes differ."""
-        (theirs, left), (ours, ours_left) = wanted or self.step(self.module.forward), self.step(forward)
-        error = difference(ours, theirs)
-        if not error <= TOLERANCE:
-            raise Unreadable(f"its numbers differ as an activation checkpoint ({error:.1e})")
-        for expected, other in zip(left, ours_left, strict=True):
-            if isinstance(expected, dict) and expected != other:
-                raise Unreadable(
-                    f"a checkpoint is not possible either: its forward changes {dict(expected.items() ^ other.items())}"
-                )
-            if isinstance(expected, Tensor) and not torch.allclose(expected, other, rtol=TOLERANCE, equal_nan=True):
-                raise Unreadable("a checkpoint is not possible either: its forward changes a buffer")
-        if forward.parts is not None:
-            self.check_parts(forward, theirs)
-        return error
-
-    def check_parts(self, forward: General, theirs: list[Tensor | None]) -> None:
-        """Leaves the layer whole if it cannot be cut, or if its results in slices differ by more than rounding."""
-        parts, error = forward.parts, math.inf
-        parts.slices = SLICES
+def error_of(forward: General, call: Call, is_asked: bool) -> float | None:
+    """Returns the largest relative error of a training step with a checkpoint; None if the module itself cannot be tested, and
+    the checkpoint is asked for in any case. Raises Unreadable if results, buffers or attributes differ."""
+    module, parts = forward.module, forward.parts
+    forward.parts = wanted = None  # only what was checked runs in parts
+    try:
+        wanted = training_step(module, module.forward, call)
+        forward.parts = parts
+        (theirs, left), (ours, ours_left) = wanted, training_step(module, forward, call)
+    except Unreadable:
+        raise
+    except Exception as problem:  # a forward may raise anything on random parameters, and in a checkpoint
+        if wanted is None and is_asked:
+            return None
+        raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
+    error = difference(ours, theirs)
+    if not error <= TOLERANCE:
+        raise Unreadable(f"its numbers differ as an activation checkpoint ({error:.1e})")
+    for expected, other in zip(left, ours_left, strict=True):
+        if isinstance(expected, dict) and expected != other:
+            raise Unreadable(
+                f"a checkpoint is not possible either: its forward changes {dict(expected.items() ^ other.items())}"
+            )
+        if isinstance(expected, Tensor) and not torch.allclose(expected, other, rtol=TOLERANCE, equal_nan=True):
+            raise Unreadable("a checkpoint is not possible either: its forward changes a buffer")
+    if parts is not None:  # the module stays whole if it cannot be cut, or if slices differ by more than rounding
+        parts.slices, in_slices = SLICES, math.inf
         with contextlib.suppress(Exception):  # a forward may raise anything in slices; it then runs as a whole
-            error = difference(self.step(forward)[0], theirs)
+            in_slices = difference(training_step(module, forward, call)[0], theirs)
         parts.slices = 0
         how = next(filter(None, parts.plans.values()), None)
-        if how is None or not error <= ROUNDING:
-            parts.why = f"its numbers differ in slices ({error:.1e})" if how else parts.why or "it is not recorded"
+        if how is None or not in_slices <= ROUNDING:
+            parts.why = f"its numbers differ in slices ({in_slices:.1e})" if how else parts.why or "it is not recorded"
             parts.is_whole = True
         forward.how = f"as a whole: {parts.why}" if parts.is_whole else f"in parts: {how}"
-
-    def checkpointed(self, recompute: str, name: str, others: list[tuple[str, General]]) -> tuple[General, int, float]:
-        """Returns (the layer's forward as an activation checkpoint, the bytes that it saves, its largest relative error).
-        others: the checkpoints of other layers. Raises Unreadable if it does not save less than what is fused inside, or is
-        wrong."""
-        forward = general(self.module, recompute, self.call)
-        forward.share(name, others)
-        with named_errors():
-            inside, after = self.saved(self.module.forward), self.saved(forward)
-            if after >= inside:
-                raise Unreadable("an activation checkpoint does not save less")
-            return forward, after, self.check(forward)
-
-
-@contextlib.contextmanager
-def named_errors() -> Iterator[None]:
-    """Raises Unreadable for whatever a forward raises in a checkpoint: the layer stays as it is, and the table says why."""
-    try:
-        yield
-    except Unreadable:
-        raise
-    except Exception as problem:  # a checkpoint of it may raise anything
-        raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
-
-
-def around(module: nn.Module, calls: list[Call]) -> Around | None:
-    """Returns the Around of a layer; None if it was not called, or if its call cannot be measured."""
-    with contextlib.suppress(Exception):  # a forward may raise anything in training without its cache
-        return Around(module, calls[0])
-    return None
-
-
-def error_of(forward: General, calls: list[Call]) -> float | None:
-    """Returns the largest relative error of a checkpoint, which need not save less; None if the layer itself cannot be
-    tested. Raises Unreadable if the checkpoint is wrong."""
-    layer = None if holds_sharded(forward.module) else around(forward.module, calls)
-    parts, forward.parts = forward.parts, None  # only what was checked runs in parts
-    if layer is None:
-        return None
-    try:
-        wanted = layer.step(forward.module.forward)
-    except Unreadable:
-        raise
-    except Exception:  # a forward may raise anything on random parameters
-        return None
-    forward.parts = parts
-    with named_errors():
-        return layer.check(forward, wanted)
+    return error
 
 
 SLICES = 3  # slices of each part, in a check

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,13 +137,6 @@ def not_looked_at(module: nn.Module, call: Call, names: Iterable[str]) -> list[s
     return ignored
 
 
-class Like(NamedTuple):
-    """Describes a tensor of an example by shape and dtype: the example itself would stay in memory, and be pickled."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
@@ -172,7 +165,8 @@ class Form:
         self.fixed: dict[str, Any] = {}  # values in place of arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names that have no effect
-        self.example = mapped(lambda tensor: Like(tensor.shape, tensor.dtype), calls[0])
+        # without values, which would stay in memory, and be pickled
+        self.example = mapped(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), calls[0])
 
     def complete(self, call: Call) -> Call:
         """Returns the call by keywords, with default values for absent arguments."""
@@ -234,9 +228,10 @@ class Form:
 
     def example_call(self) -> Call:
         """Returns a call like the example, of zeros, in the module's present dtype and on its present device."""
-        parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Like):
-                dtype = parameter.dtype if leaf.dtype.is_floating_point else leaf.dtype
-                leaves[i] = torch.zeros(leaf.shape, dtype=dtype, device=parameter.device)
-        return recomputed(self.example, iter(leaves))
+        parameter = next(self.module.parameters())
+
+        def zeros(like: Tensor) -> Tensor:
+            dtype = parameter.dtype if like.is_floating_point() else like.dtype
+            return torch.zeros(like.shape, dtype=dtype, device=parameter.device)
+
+        return mapped(zeros, self.example)

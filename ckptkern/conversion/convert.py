@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
@@ -30,7 +30,7 @@ from .binding import (
     revert,
     without_caches,
 )
-from .blocks import Around, around, error_of, general, is_layer, is_marked
+from .blocks import error_of, is_layer, is_marked
 from .calls import check_keywords, pattern_of
 from .fuse import Checked, calls_of, fuse, runs_of
 from .heads import NOT_RUN, Heads, Ran, scalars
@@ -40,7 +40,7 @@ from .quantized import not_repacked, removing_adapters, why_unreadable
 from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
-from .sharding import Shards, class_of, holds_sharded, set_class
+from .sharding import Shards, class_of, set_class
 from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched, upcast
 
 DROP_INS = {
@@ -162,40 +162,29 @@ class _Conversion:
                 outcome.put()
                 self.rows += outcome.rows
                 return
-            layer = None
+            before = None  # what the layer saves now, if an activation checkpoint may stand around it
             if is_block(name, module) or is_marked(module):
                 self.rows += outcome.rows
                 may_be_one = outcome.rows and not self.within and self.checkpoints and is_layer(name, module)
-                if may_be_one and module not in self.hooked and not holds_sharded(module):
-                    layer = around(
-                        module, self.calls.get(module, [])
-                    )  # if an activation checkpoint may stand around it
-            start, outer, self.within = len(self.rows), self.within, self.within or layer is not None
+                if may_be_one and module in self.calls and module not in self.hooked:
+                    before = saved_by(module, module.forward, without_caches(self.calls[module][0]))
+            start, outer, self.within = len(self.rows), self.within, self.within or before is not None
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
-            self.within = outer
-            self.surround(module, layer, outcome.rows, self.rows[start:])
+            self.within, inner = outer, self.rows[start:]
+            put = None
+            if before is not None:
+                row = outcome.rows[-1]
+                put = self.general(row, module, self.calls[module][0], row.reason, before)
+            if self.shards.agree(put is not None) and put is not None:
+                put()
+                for part in inner:  # their bytes are counted in the layer's row
+                    part.saved_before = part.saved_after = None
+                # a part inside that is not fused belongs to the checkpoint, and has no row
+                self.rows[start:] = [part for part in inner if part.replaced_by is not None]
             is_unknown = may_be and not outcome.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
                 self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of the rows of modules inside
-
-    def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
-        """Puts an activation checkpoint around the layer, if all ranks agree."""
-        checkpoint = None
-        if layer is not None:
-            try:
-                checkpoint, *measured = layer.checkpointed(self.mlp, rows[-1].name, self.cut)
-            except Unreadable as reason:
-                rows[-1].reason += f"; {reason}"
-        if self.shards.agree(checkpoint is not None) and checkpoint is not None:
-            row = rows[-1]
-            row.replaced_by, row.saved_before, (row.saved_after, row.error) = "checkpoint", layer.before, measured
-            for part in inner:  # their bytes are counted in the layer's row
-                part.saved_before = part.saved_after = None
-            self.set(row, module, checkpoint)
-            # a part inside that is not fused belongs to the checkpoint, and has no row
-            parts = {id(row) for row in inner if row.replaced_by is None}
-            self.rows = [row for row in self.rows if id(row) not in parts]
 
     def drop_in(self, name: str, module: nn.Module) -> Outcome | None:
         drop_in = DROP_INS.get(class_of(module))
@@ -204,7 +193,8 @@ class _Conversion:
         row = Row(name, class_of(module).__name__, f"ckptkern.nn.{drop_in.__name__}")
         call = next(iter(self.calls.get(module, ())), None)
 
-        def become() -> None:
+        def put() -> None:
+            forward, row.saved_before = Own(module, self.recompute), saved_by(module, module.forward, call)
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
                 if kind in DROP_INS or kind is nn.Dropout:
@@ -213,8 +203,10 @@ class _Conversion:
                     if kind is not nn.Dropout:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
+            self.set(row, module, forward)
+            row.saved_after = saved_by(module, forward, call)
 
-        return Outcome([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
+        return Outcome([row], put)
 
     def head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for an LM head, or for the norm before it; None for other modules."""
@@ -244,46 +236,54 @@ class _Conversion:
             if kind is nn.Sequential and (runs := self.runs(name, module)):
                 return runs
             if is_block(name, module) and (why := why_general(module)):
-                return self.general(row, module, calls, why if why == str(reason) else f"{why}: {reason}")
+                why = why if why == str(reason) else f"{why}: {reason}"
+                return Outcome([row], self.general(row, module, calls[0], why))
             return Outcome([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(call))[segment.x]
-        return Outcome([row], lambda: self.bind(row, forward, call, x))
 
-    def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Outcome:
-        """Returns the outcome of an activation checkpoint of the module, which is left if the checkpoint is wrong."""
-        checkpoint, row.reason = general(module, self.mlp, calls[0]), why
+        def put() -> None:
+            row.saved_before = saved_by(module, module.forward, call, x)
+            self.set(row, module, forward)
+            row.saved_after = saved_by(module, forward, call, x)
+
+        return Outcome([row], put)
+
+    def general(
+        self, row: Row, module: nn.Module, call: Call, why: str, before: int | None = None
+    ) -> Callable[[], None] | None:
+        """Returns how to set an activation checkpoint of the module; None if the checkpoint is wrong. before: what it saved
+        before its inside was converted; the checkpoint must then save less than it does now."""
+        call, is_asked, error = without_caches(call), before is None, None
+        checkpoint, row.reason = General(module, self.mlp, call), why
         checkpoint.share(row.name, self.cut)
+        inside, after = (saved_by(module, run, call) for run in (module.forward, checkpoint))
         try:
-            row.error = error_of(checkpoint, calls)
+            if not (is_asked or inside is None or after is None or after < inside):
+                raise Unreadable("an activation checkpoint does not save less")
+            if is_asked and inside is None:
+                checkpoint.parts = None  # only what was checked runs in parts
+            else:
+                error = error_of(checkpoint, call, is_asked)
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
-            return Outcome([row])
-        row.replaced_by = "checkpoint"
-        return Outcome([row], lambda: self.bind(row, checkpoint, without_caches(calls[0])))
+            return None
+
+        def put() -> None:
+            row.replaced_by, row.error = "checkpoint", error
+            row.saved_before, row.saved_after = inside if is_asked else before, after
+            self.set(row, module, checkpoint)
+
+        return put
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
             row.reason = f"{row.reason or 'its op is unknown'}; it runs {forward.how}"
         row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
         module.forward = forward
-
-    def bind(
-        self,
-        row: Row,
-        forward: Forward,
-        call: Call | None,
-        x: Tensor | None = None,
-        become: Callable[[], None] = lambda: None,
-    ) -> None:
-        module = forward.module
-        row.saved_before = saved_by(module, module.forward, call, x)
-        become()
-        self.set(row, module, forward)
-        row.saved_after = saved_by(module, forward, call, x)
 
     def blocks(self, model: nn.Module, call: Call) -> None:
         """Adds activation checkpoints of blocks in which nothing is fused."""
@@ -308,7 +308,7 @@ class _Conversion:
                 for cut in own:
                     name = names[module] + ("" if cut.layers is None else "[{}:{}]".format(*cut.layers))
                     row = row_of(name, module)
-                    if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
+                    if (put := self.general(row, cut.part, calls[cut.begins], "")) is not None:
                         put()
                         inside = set(cut.part.modules())
                         replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}

@@ -67,21 +67,31 @@ def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], b
     return y, (spec, leaves, at)
 
 
-def attempt(
-    form: Form, call: Call, like: tuple[Reading, list[tuple]] | None = None
-) -> tuple[Segment, float, list[tuple]]:
-    """Reads and checks a module in a complete call. Returns (the checked region, its error, the trace's log).
+class Attempt(NamedTuple):
+    """Holds a checked call. asked: with its caches; call: without; log: of its trace."""
+
+    asked: Call
+    call: Call
+    segment: Segment
+    error: float
+    log: list[tuple]
+
+
+def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
+    """Reads and checks a module in a complete call, for 16-bit parameters also in 16 bits.
 
     like: the reading of a similar module, and its trace's log; the same reading is then compared without gradients. Raises
     Unreadable.
     """
-    module = form.module
+    module, (args, kwargs) = form.module, without_caches(asked)
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
-    blocks = read_blocks(module, leaves_of(form.counting(call))) if like is None else {}
+    caches = [i for i, value in enumerate(leaves_of(form.counting(asked))) if is_cache(value)]
+    own = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
+    blocks = read_blocks(module, leaves_of(form.counting(own))) if like is None else {}
     with unmoved(module), random_parameters(module):
         vary_choices(module)
-        call = args, kwargs = mapped(wide, call)
+        call = args, kwargs = mapped(wide, own)
         flat = leaves_of(form.counting(call))
         module.train()  # shows where dropout is
         if like is not None:
@@ -116,7 +126,18 @@ def attempt(
             segment, error = check_numerics(form, reading, call, like is None)
         if like is None:
             form.reads = all_reads(form.reads, reads_of(module, call))
-    return segment, error, log
+    segment.caches = caches
+    if any(p.dtype.itemsize < 4 for p in module.parameters()):
+        # in 16 bits, too, both must agree up to rounding: a forward may compute something else there
+        check = RegionCheck(form, segment.reading, own, randomizes=False)
+        for size in (1, 16):  # also where such a forward would clamp
+            x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
+            with unmoved(module), autocast_like(module, x):
+                module.eval()
+                calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
+                # where a score rounds otherwise, a token goes to another expert
+                check.require(calls, 0.05, nearest_rows if segment.routes else None)
+    return Attempt(asked, own, segment, error, log)
 
 
 def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
@@ -157,7 +178,7 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
             like = next(value for value in flat if is_floating(value) and value.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            readings[path] = attempt(form, form.complete(call))[0].reading
+            readings[path] = tried(form, form.complete(call)).segment.reading
         except Exception as error:  # a forward may raise anything on random numbers: it is the block's reason
             readings[path] = reason_of(error)
     return readings
@@ -190,9 +211,10 @@ class RegionCheck(Check):
         return self.segment.y(flat, "full")
 
     def elsewhere(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields calls in training mode, with other scales, larger calls, and calls that show what a trace would. Some
-        forwards have a window or a scale that depends on sizes, and an example of one sample does not tell a batch from a
-        sequence."""
+        """Yields calls in training mode, with other scales, calls that show what a trace would, and larger calls: with twice
+        as many tokens of each input, and with two samples in place of one. Some forwards have a window or a scale that depends
+        on sizes, and an example of one sample does not tell a batch from a sequence. If something is computed, it yields calls
+        with three times as many samples, because computed sizes may be the example's."""
         segment, flat = self.segment, self.flat
         if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
             self.module.train()
@@ -201,14 +223,9 @@ class RegionCheck(Check):
         with rescaled(self.module, segment.template) as any_scale:
             if any_scale:
                 yield "with another scale", flat
-        yield from self.enlarged()
         if segment.op in ("moe_mlp", "moe_block"):  # which are not traced
             yield from routed(segment, flat)
-
-    def enlarged(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields calls with twice as many tokens of each input, and with two samples in place of one. If something is
-        computed, it yields calls with three times as many samples, because computed sizes may be the example's."""
-        inputs, conditions, flat = self.segment.inputs, self.segment.conditions, self.flat
+        inputs, conditions = segment.inputs, segment.conditions
         x = flat[inputs[0]]
         if x.dim() < 2:
             return
@@ -221,7 +238,7 @@ class RegionCheck(Check):
             for dim in range(value.dim() > 2, value.dim()):
                 if value.shape[dim] == length:
                     value = torch.cat((value, value), dim)
-            return varied(value, self.segment.excludes) if i in self.masks else value
+            return varied(value, segment.excludes) if i in self.masks else value
 
         for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
             where = (
@@ -235,9 +252,8 @@ class RegionCheck(Check):
                 yield where, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
         if x.dim() < 3:
             return
-        computes = self.segment.computes
-        times = 3 if computes else 2  # `followed` has seen two
-        for more in samples(flat, x, set(inputs)) if computes else [set(inputs)] * (len(x) == 1):
+        times = 3 if segment.computes else 2  # `followed` has seen two
+        for more in samples(flat, x, set(inputs)) if segment.computes else [set(inputs)] * (len(x) == 1):
             others = {
                 i: [torch.randn_like(flat[i]) if i in inputs else flat[i].flip(0) for _ in range(1, times)]
                 for i in more
@@ -315,40 +331,9 @@ class Checked(NamedTuple):
     """
 
     name: str
-    module: nn.Module
     calls: list[tuple]
     fused: Fused
     log: list[tuple]
-
-
-class Attempt(NamedTuple):
-    """Holds a checked call. asked: with its caches; call: without; log: of its trace."""
-
-    asked: Call
-    call: Call
-    segment: Segment
-    error: float
-    log: list[tuple]
-
-
-def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
-    """Checks a complete call, for 16-bit parameters also in 16 bits. Raises Unreadable."""
-    module, (args, kwargs) = form.module, without_caches(asked)
-    caches = [i for i, value in enumerate(leaves_of(form.counting(asked))) if is_cache(value)]
-    call = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
-    segment, error, log = attempt(form, call, like)
-    segment.caches = caches
-    if any(p.dtype.itemsize < 4 for p in module.parameters()):
-        # in 16 bits, too, both must agree up to rounding: a forward may compute something else there
-        check = RegionCheck(form, segment.reading, call, randomizes=False)
-        for size in (1, 16):  # also where such a forward would clamp
-            x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
-            with unmoved(module), autocast_like(module, x):
-                module.eval()
-                calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
-                # where a score rounds otherwise, a token goes to another expert
-                check.require(calls, 0.05, nearest_rows if segment.routes else None)
-    return Attempt(asked, call, segment, error, log)
 
 
 def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
@@ -389,8 +374,9 @@ def fuse(
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for other in checked:
         with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then checked by itself
-            same_call = call_kinds(calls) == other.calls and same_inside(name, module, other.name, other.module)
-            buffers = zip(module.buffers(), other.module.buffers(), strict=True)
+            like = other.fused.module
+            same_call = call_kinds(calls) == other.calls and same_inside(name, module, other.name, like)
+            buffers = zip(module.buffers(), like.buffers(), strict=True)
             if same_call and all(x is y or torch.equal(x, y) for x, y in buffers):
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
@@ -423,7 +409,7 @@ def fuse(
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
     segments = {form.pattern(attempt.asked): attempt.segment for attempt in attempts.values()}
     fused = Fused(form, segments, recompute)
-    checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
+    checked.append(Checked(name, call_kinds(calls), fused, first.log))
     return fused, max(attempt.error for attempt in attempts.values()), first.call
 
 

@@ -22,7 +22,7 @@ from ..subclasses import PLAIN
 from .protection import FULLY_SHARD, seeded, unmoved
 from .quantized import REPACKS, is_quantised
 from .report import AGAIN, warn_of
-from .trace import PLAIN_VALUES, Call
+from .trace import PLAIN_VALUES, Call, leaves_of, recomputed
 
 # The attributes of an object that were read, by name, with the Reads of their values. None: any attribute.
 Reads = dict[str, Any]
@@ -98,16 +98,14 @@ class _Recorder:
 def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
     """Returns what the class's forward reads in training and in evaluation, by the path of each module inside."""
     with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
-        (args, kwargs), reads = call, {}
-        for mode in (True, False):
-            module.train(mode)
-            recorder = _Recorder(module)
-            try:
+        (args, kwargs), recorder = call, _Recorder(module)
+        try:
+            for mode in (True, False):
+                module.train(mode)
                 type(module).forward(module, *args, **kwargs)
-            finally:
-                recorder.stop()
-            reads = all_reads(reads, {path: recorder.reads(m) for path, m in module.named_modules()})
-        return reads
+        finally:
+            recorder.stop()
+        return {path: recorder.reads(m) for path, m in module.named_modules()}
 
 
 def all_reads(reads: Reads | None, other: Reads | None) -> Any:
@@ -134,11 +132,7 @@ def is_container(value: object) -> bool:
 
 def snapshot(value: Any) -> Any:
     """Returns a copy of nested containers, which later changes in place do not reach."""
-    if type(value) in (list, tuple):
-        return type(value)(map(snapshot, value))
-    if type(value) is dict:
-        return {key: snapshot(item) for key, item in value.items()}
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    return recomputed(value, (copy.copy(v) if isinstance(v, CONTAINERS) else v for v in leaves_of(value)))
 
 
 def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
@@ -209,9 +203,9 @@ class Watch:
         """Notes the present inside. reads: by the path of each module (reads_of); live: (path, attribute) that each call
         reads anew; routers: paths of modules whose hooks collect logits."""
         self.module, self.routers = module, [module.get_submodule(path) for path in routers]
+        # paths, modules, their classes, children and own forwards, as those of converted parts
         self.structure = [
-            (m, path, {name: (child, type(child)) for name, child in m._modules.items()})
-            for path, m in module.named_modules()
+            (path, m, type(m), dict(m._modules), vars(m).get("forward")) for path, m in module.named_modules()
         ]
         held = [
             item
@@ -219,7 +213,6 @@ class Watch:
             for item in held_of(m, path, reads.get(path, {}), {*HARMLESS, *(name for of, name in live if of == path)})
         ]
         self.held = list({id(item.owner): item for item in held}.values())  # a shared configuration counts once
-        self.forwards = {m: vars(m).get("forward") for m in list(module.modules())[1:]}  # of converted parts
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Callable[[bool], bool] | None = None
@@ -230,19 +223,17 @@ class Watch:
     def comparison(self) -> Callable[[bool], bool]:
         """Returns the function that `unchanged` calls, with what it compares looked up beforehand: live views, and their
         checked values."""
-        modules, flat = [m for m, *_ in self.structure], itertools.chain.from_iterable
-        inner = modules[1:]
+        _, modules, (_, *classes), children, _ = map(list, zip(*self.structure, strict=True))
+        live, inner = [m._modules for m in modules], modules[1:]
         hooks = [
             d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
         collecting = {id(m._forward_hooks) for m in self.routers}  # the hooks of routers, which get the logits
-        children = [m._modules.values() for m, _, children in self.structure if children]
-        below, classes = ([child[i] for *_, held in self.structure for child in held.values()] for i in (0, 1))
         valued = [(vars(held.owner), held.values) for held in self.held if held.values]
         settings = [(operator.itemgetter(*names), d) for d, names in valued]
         values = [operator.itemgetter(*names)(names) for _, names in valued]
         parameters = [m._parameters.values() for m in modules if m._parameters]
-        modes = [vars(m) for m, _, children in self.structure[1:] if children]
+        modes = [vars(m) for m in inner if m._modules]
         attributes = list(({id(m): vars(m) for m in inner} | {id(h.owner): vars(h.owner) for h in self.held}).values())
         counts = [-1] * len(attributes)
         objects = [(vars(held.owner), name, value) for held in self.held for name, value in held.objects.items()]
@@ -253,16 +244,15 @@ class Watch:
                 if next(self.added(), None):
                     return False
                 counts[:] = map(len, attributes)
-            live = list(flat(children))
             return (
-                live == below
-                and list(map(type, live)) == classes
+                live == children
+                and list(map(type, inner)) == classes
                 and (
                     not any(hooks)
                     or all(collects_first(d) if collects and id(d) in collecting else dormant(d) for d in hooks if d)
                 )
                 and [get(d) for get, d in settings] == values
-                and self.kinds.issuperset(map(type, flat(parameters)))
+                and self.kinds.issuperset(map(type, itertools.chain.from_iterable(parameters)))
                 and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
                 and not (objects and any(d.get(name) is not value for d, name, value in objects))
                 and not (
@@ -282,8 +272,8 @@ class Watch:
 
     def added(self) -> Iterator[str]:
         """Yields the new attributes and hooks that forward would read or run."""
-        for m, path, _ in self.structure[1:]:
-            if not untouched(m) and (hooked(m) or vars(m).get("forward") is not self.forwards[m]):
+        for path, m, _, _, forward in self.structure[1:]:
+            if not untouched(m) and (hooked(m) or vars(m).get("forward") is not forward):
                 yield f"{path} has a hook, or a forward of its own"
         for owner, path, _, _, absent, known in self.held:
             now = vars(owner).keys()
@@ -293,20 +283,20 @@ class Watch:
     def differences(self) -> Iterator[str]:
         """Yields what differs from what was checked."""
         training = self.module.training
-        for m, path, children in self.structure:
+        for path, m, kind, children, _ in self.structure:
+            if path and type(m) is not kind:
+                yield f"{path} is of class {type(m).__name__}, and was {kind.__name__}"
             for name in m._modules.keys() | children.keys():
-                now, (was, kind) = m._modules.get(name), children.get(name, (None, type(None)))
+                now, was = m._modules.get(name), children.get(name)
                 if now is not was:
-                    yield f"{joined(path, name)} is another module: a {type(now).__name__}, and was a {kind.__name__}"
-                elif type(now) is not kind:
-                    yield f"{joined(path, name)} is of class {type(now).__name__}, and was {kind.__name__}"
+                    yield f"{joined(path, name)} is another module: a {type(now).__name__}, and was a {type(was).__name__}"
             for name, p in m._parameters.items():
                 if type(p) not in self.kinds:
                     yield f"{joined(path, name)} is a {type(p).__name__}"
             if children and m.training is not training:
                 yield f"{path} is in {'training' if m.training else 'evaluation'} mode, unlike the layer that it is in"
         yield from self.added()
-        for m, path, _ in self.structure[1:]:
+        for path, m, *_ in self.structure:
             if m in self.routers and m._forward_hooks and not collects_first(m._forward_hooks):
                 yield f"{path} has a hook that does not collect its logits"
         for owner, path, values, objects, *_ in self.held:

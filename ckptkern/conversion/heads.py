@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import ops
@@ -43,7 +42,7 @@ from .reading import Steps, is_linear
 from .recorder import floating_in, saved_bytes
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
-from .tokens import NEVER, LMHead, arguments_of, callers, is_loss
+from .tokens import NEVER, LMHead, arguments_of, is_loss
 from .trace import Call, Unreadable, is_leaf, switched, tensors_in, trace, upcast
 from .traced import TracedLogits
 
@@ -64,10 +63,8 @@ class Ran(TorchFunctionMode):
         super().__init__()
         self.modules: set[nn.Module] = set()
         self.taken: set[int] = set()  # tensors by id
-        self.weights: set[int] = set()  # weights of every F.linear, by id
         self.classes: set[int] = set()
         self.counts = False  # some target of a loss is not ignored
-        self.of_module = False  # nn.CrossEntropyLoss calls one, which Dynamo treats as a function of tensors
 
     def note(self, module: nn.Module, args: tuple) -> None:
         is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
@@ -82,9 +79,6 @@ class Ran(TorchFunctionMode):
             logits, target = arguments["input"], arguments["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
             self.counts |= bool(target.is_floating_point() or (target != arguments.get("ignore_index", -100)).any())
-            self.of_module |= any(frame.f_code is nn.CrossEntropyLoss.forward.__code__ for frame in callers(4))
-        elif function is F.linear:
-            self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
         return function(*args, **kwargs)
 
     def misses(self, module: nn.Module) -> bool:
@@ -224,18 +218,6 @@ class Head(Forward):
 # -- the norm before a head
 
 
-def may_be_norm(module: nn.Module) -> bool:
-    """Returns whether the module has vectors as parameters, and neither buffers nor submodules."""
-    parameters = list(module.parameters())
-    return (
-        bool(parameters)
-        and not [*module.children(), *module.buffers()]
-        and all(p.dim() == 1 for p in parameters)
-        and untouched(module)
-        and dense(module)
-    )
-
-
 class Norm(Forward):
     """Runs the class's forward in chunks of tokens that fit the workspace, saves its input, and recomputes each chunk in
     backward. It runs the forward unchanged at recompute="none", without gradients, under torch.compile, which recomputes
@@ -361,8 +343,10 @@ class Heads:
                 norms.append((module, upcast(module)(args[0]), y.detach()))
 
         with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards
-            for m in filter(may_be_norm, list(self.model.modules())):
-                m.register_forward_hook(note, with_kwargs=True)
+            for m in list(self.model.modules()):
+                dims = {p.dim() for p in m.parameters()}
+                if dims == {1} and not [*m.children(), *m.buffers()] and untouched(m) and dense(m):  # it may be a norm
+                    m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
                 head.log, module.forward = [], head
             self.model.eval()
@@ -389,7 +373,7 @@ class Heads:
             likely = (
                 not self.ran.classes
                 and is_linear(module)
-                and id(module.weight) in self.ran.weights
+                and module in self.ran.modules
                 and len(module.weight) in self.embedded
                 and not any(map(str.isdigit, name.split(".")))  # in no layer
             )
@@ -419,15 +403,12 @@ class Heads:
             )
         row.replaced_by = OP
         forward = Head(module, recompute, self.adapted.get(module))
-        forward.only_loss = not others and not self.ran.of_module
+        # Dynamo treats nn.CrossEntropyLoss as a function of tensors
+        forward.only_loss = not others and not any(isinstance(m, nn.CrossEntropyLoss) for m in self.ran.modules)
         return row, forward
 
 
-# trl.kernels.ChunkedLogProbFunction.forward of TRL 1.16: its arguments, and its outputs after the log-probabilities.
-ARGUMENTS = (
-    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
-    "outputs",
-)  # fmt: skip
+# The outputs after the log-probabilities of trl.kernels.ChunkedLogProbFunction.forward of TRL 1.16.
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 _patches: list[Patch] = []  # not yet removed, oldest first
@@ -454,7 +435,8 @@ def patch_trl(workspace: int | str | None = None) -> Patch:
         from trl.kernels import ChunkedLogProbFunction as function
     except ImportError:
         function = None
-    if function is None or tuple(inspect.signature(function.forward).parameters) != ARGUMENTS:
+    forwards = None if function is None else (function.forward, token_log_probs)
+    if forwards is None or len({tuple(inspect.signature(forward).parameters)[1:] for forward in forwards}) > 1:
         raise RuntimeError(
             "ckptkern.patch_trl: this version of TRL has no trl.kernels.ChunkedLogProbFunction with the arguments of TRL 1.16. "
             "Leave the patch out: where TRL reads logits, those of a converted model are lazy"

@@ -54,13 +54,7 @@ def check_names(model: nn.Module, include, exclude) -> None:
 
 def selected(model: nn.Module, include, exclude) -> set[nn.Module]:
     """Returns the modules that are included, all by default, and neither excluded nor inside an excluded one."""
-    modules: set[nn.Module] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        if module not in modules and not matches(exclude, name, module):
-            modules.add(module)
-            for child, m in module.named_children():
-                visit(f"{name}.{child}" if name else child, m)
-
-    visit("", model)
-    return {m for name, m in model.named_modules() if m in modules and (include is None or matches(include, name, m))}
+    excluded = {inner for name, m in model.named_modules() if matches(exclude, name, m) for inner in m.modules()}
+    return {
+        m for name, m in model.named_modules() if m not in excluded and (include is None or matches(include, name, m))
+    }

@@ -10,10 +10,11 @@ linear_cross_entropy of the head's input.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -171,17 +172,9 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
         return any(before.clones for before in logits.steps)
     if step.clones and (logits.detached or not torch.is_grad_enabled()):
         # with find_unused_parameters=True DistributedDataParallel's sink, an autograd.Function, clones all results of the model
-        asked_by = (frame.f_globals.get("__name__") for frame in callers(CALLERS))
-        return "torch.nn.parallel.distributed" not in asked_by
+        frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), CALLERS)
+        return all(frame.f_globals.get("__name__") != "torch.nn.parallel.distributed" for frame, _ in frames)
     return step.name in CASTS and logits.is_cut
-
-
-def callers(count: int) -> Iterator[FrameType]:
-    """Yields the last frames before that of the function that iterates over them, `count` at most."""
-    frame = sys._getframe(2).f_back
-    while frame is not None and (count := count - 1) >= 0:
-        yield frame
-        frame = frame.f_back
 
 
 def read_apart(step: Any, operands: list[Any]) -> Any:

@@ -19,9 +19,9 @@ from ckptkern.conversion.alike import Numbers
 @pytest.fixture
 def attempts(monkeypatch):
     """Returns how many modules of a stack of these layers were checked by themselves."""
-    attempted, original = [], fuse.attempt
+    attempted, original = [], fuse.tried
 
-    def attempt(form, call, like=None):
+    def tried(form, call, like=None):
         if like is None and not isinstance(form.module, Stack):  # which is read if it has one layer
             attempted.append(type(form.module).__name__)
         return original(form, call, like)
@@ -31,7 +31,7 @@ def attempts(monkeypatch):
         ckptkern.convert(model, ids())
         return len(attempted)
 
-    monkeypatch.setattr(fuse, "attempt", attempt)
+    monkeypatch.setattr(fuse, "tried", tried)
     return count
 
 
