@@ -27,7 +27,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatt
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import Axis, argument, name_of, resized, shape_of, tensors_of
+from .axes import Axis, argument, name_of, resized, shape_of
 from .decisions import INDICES
 from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
 from .slices import in_slices
@@ -178,7 +178,7 @@ class Plan:
         of = changed = node.args[0]
         while name_of(of) in ("detach", "alias"):
             of = of.args[0]
-        if of.op != "get_attr" or self.held[of][1] != "_parameters" or node.users or tensors_of(node) != [changed]:
+        if of.op != "get_attr" or self.held[of][1] != "_parameters" or node.users or node.all_input_nodes != [changed]:
             return False
         self.writes.append((node, of))
         node.graph.erase_node(node)
@@ -310,11 +310,10 @@ def becomes_functional(node: fx.Node) -> bool:
     changed, name = node.args[0], name_of(node).removesuffix("_")
     other = getattr(getattr(aten, name, None), node.target._overloadname, None)
     is_fresh = isinstance(changed.target, torch._ops.OpOverload) and not changed.target.is_view
-    is_alike = all(source.meta["val"].dtype == changed.meta["val"].dtype for source in tensors_of(node))
+    is_alike = all(source.meta["val"].dtype == changed.meta["val"].dtype for source in node.all_input_nodes)
     if other is None or other._schema.is_mutable or not (is_fresh and is_alike) or len(changed.users) > 1:
         return False
     node.target = other
-    del node.meta["operator"]
     return True
 
 

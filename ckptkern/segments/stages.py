@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
+from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward; backward needs none of their results
 FLOOR = 32  # rows of a matmul in the shortest slice: shorter slices cost more than they save
@@ -94,7 +94,9 @@ def may_be_trained(node: fx.Node) -> bool:
     """Returns whether the node depends on a parameter or a floating-point argument."""
     if "trained" not in node.meta:
         value = node.meta.get("val")
-        of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
+        of = (
+            isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, node.all_input_nodes))
+        )
         of = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
         node.meta["trained"] = of and name_of(node) not in ("detach", "stopped")
     return node.meta["trained"]
@@ -126,7 +128,7 @@ class Planner:
         self.fixed = {node: size_of(node) for node in graph.nodes if node.op == "get_attr"}
         self.ancestors: dict[fx.Node, int] = {}
         for node, i in self.order.items():
-            inputs = tensors_of(node)
+            inputs = node.all_input_nodes
             if node.op == "call_function" and all(source in self.fixed for source in inputs):
                 size = sum(self.fixed[source] for source in inputs)
                 if size_of(node) <= max(size, workspace // SMALL):
@@ -169,9 +171,9 @@ class Planner:
         results = [node for node in needed if node is last or (call and self.call_of(node) is call)]
         nodes = dict.fromkeys((call or last, *results))
         stage = Stage(
-            nodes={node: Cut([(source, None) for source in tensors_of(node)]) for node in nodes}, results=results
+            nodes={node: Cut([(source, None) for source in node.all_input_nodes]) for node in nodes}, results=results
         )
-        stage.inputs = {source: {None} for node in nodes for source in tensors_of(node) if source not in nodes}
+        stage.inputs = {source: {None} for node in nodes for source in node.all_input_nodes if source not in nodes}
         return self.finished(stage)
 
     def call_of(self, node: fx.Node) -> fx.Node | None:
@@ -183,7 +185,7 @@ class Planner:
         """Returns whether the views that a stage reads cover all of the view's source, or the source is an input."""
         if name_of(view) == "getitem" and not name_of(view.args[0]).startswith(("split", "unbind")):
             return False
-        (source,) = tensors_of(view)
+        (source,) = view.all_input_nodes
         return self.base_of(source) in self.given or max(size_of(view), shown[source]) >= size_of(source)
 
     def base_of(self, node: fx.Node) -> fx.Node:
@@ -288,13 +290,13 @@ class Planner:
             )
             if is_cheap:
                 before.add(node)
-                todo += tensors_of(node)
+                todo += node.all_input_nodes
             else:
                 bases.add(node)
         stage.before = sorted(before, key=self.order.__getitem__)
         stage.bases = sorted(bases, key=self.order.__getitem__)
         stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
-        readers = {source: node for node in stage.nodes for source in tensors_of(node) if source in stage.nodes}
+        readers = {source: node for node in stage.nodes for source in node.all_input_nodes if source in stage.nodes}
         for source, node in readers.items():
             if source not in stage.results:
                 stage.last.setdefault(node, []).append(source)
