@@ -281,8 +281,8 @@ Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 # operators by torch's names; other operators that torch tags as pointwise are broadcast
 TABLE: dict[Rule, str] = {
     _broadcast: "clone _to_copy copy stopped zeros_like ones_like full_like empty_like masked_fill",
-    _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter stack select_scatter sum "
-    "mean amax amin max min var std logsumexp any prod linalg_vector_norm",
+    _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter stack "
+    "select_scatter sum mean amax amin max min var std logsumexp any prod linalg_vector_norm",
     _trailing: "tril triu linalg_solve_triangular native_layer_norm _fused_rms_norm constant_pad_nd",
     _view: "view _unsafe_view expand permute transpose t unsqueeze squeeze select slice split split_with_sizes unbind alias "
     "detach",

@@ -38,21 +38,14 @@ for _name in (*SELECTS, *INDICES, *COMPARES):
         if hasattr(_of, _form):
             _NAMES[getattr(_of, _form)] = _name
 
-_aten = torch.ops.aten
+# operators that decide -> torch's function
+DECIDES = {
+    getattr(getattr(torch.ops.aten, name), overload): getattr(torch, name)
+    for name in ("topk", "sort", *INDICES)
+    for overload in getattr(torch.ops.aten, name).overloads()
+}
 COMPILED = functools.partial(
-    create_selective_checkpoint_contexts,
-    [
-        _aten.topk.default,
-        _aten.sort.default,
-        _aten.sort.stable,
-        _aten.max.dim,
-        _aten.min.dim,
-        _aten.argmax.default,
-        _aten.argmin.default,
-        _aten.multinomial.default,
-        _aten.bucketize.Tensor,
-        _aten.searchsorted.Tensor,
-    ],
+    create_selective_checkpoint_contexts, [*DECIDES, torch.ops.aten.max.dim, torch.ops.aten.min.dim]
 )
 
 

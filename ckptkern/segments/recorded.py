@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -101,59 +100,39 @@ _library.define("stopped(Tensor x) -> Tensor")
 torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
 
 
-@contextlib.contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
-    """Restores call counts, and silences logs of operators that do not run on fake tensors."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
-        for calls, before in counts:
-            calls.update(before)
-
-
 class Changed(Uncut):
     """Raised if a forward changes the state of modules."""
 
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restores attributes, buffers and containers of modules afterwards, and raises Changed if the block changed them."""
+    """Restores attributes, buffers, containers and call counts of modules afterwards, and raises Changed if the block changed
+    more than counts. Silences logs of operators that do not run on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
     held = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
-    held += [
-        container for m in module.modules() for container in vars(m).values() if type(container) in (list, dict, set)
-    ]
+    held += [d for m in module.modules() for d in vars(m).values() if type(d) in (list, dict, set)]
     before = [(container, copy.copy(container)) for container in held]
-    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # a recording does write into buffers
+    buffers = [(b, b.clone(), b._version) for b in module.buffers()]  # a recording does write into buffers
+    was, log.disabled, changed = log.disabled, True, False
     try:
         yield
     finally:
-        changed = False
-        for container, was in before:
-            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, was))
+        log.disabled = was
+        for calls, count in counts:
+            calls.update(count)
+        for container, old in before:
+            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, old))
             if len(now) != len(then) or not all(map(operator.is_, now, then)):
                 changed = True
                 container.clear()
-                (container.extend if isinstance(container, list) else container.update)(was)
-        for buffer, value, version in counters:
+                (container.extend if isinstance(container, list) else container.update)(old)
+        for buffer, value, version in buffers:
             if buffer._version != version:
                 changed = True
                 buffer.copy_(value)
     if changed:
         raise Changed("its forward changes what a module stores")
-
-
-def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
-    """Returns (path of the module, name of its dict, name in the dict) of parameters and buffers, by id."""
-    return {
-        id(value): (path, kind, name)
-        for path, m in module.named_modules()
-        for kind in ("_parameters", "_buffers")
-        for name, value in getattr(m, kind).items()
-    }
 
 
 def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -186,10 +165,3 @@ class Recording(TorchFunctionMode):
         return tree_map_only(
             Tensor, lambda tensor: torch.ops.ckptkern.stopped(tensor) if tensor.is_floating_point() else tensor, result
         )
-
-
-def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors as a graph."""
-    graph_module = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    graph_module.graph.eliminate_dead_code()
-    return graph_module

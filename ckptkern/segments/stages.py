@@ -69,6 +69,11 @@ class Stage:
     inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
 
     @property
+    def reads(self) -> list[tuple[fx.Node, Axis | None]]:
+        """Returns each input, with each axis along which slices read it."""
+        return [(node, axis) for node, axes in self.inputs.items() for axis in axes]
+
+    @property
     def cost(self) -> int:
         """Returns the bytes of the nodes' results."""
         return sum(map(bytes_of, self.nodes))

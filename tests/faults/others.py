@@ -460,8 +460,8 @@ CSRC = [
     Fault(
         "parts: a recompute decides anew",
         "ckptkern/segments/parts.py",
-        "if node.target in RESHAPED else «DECIDES.get(node.target, node.target)»",
-        "node.target",
+        "torch.ops.ckptkern.stopped.default: Tensor.detach, «**DECIDES,»",
+        "",
         ("tests/segments/test_parts.py -k decisions",),
     ),
     Fault(
