@@ -96,7 +96,7 @@ def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[A
         return computed[source] if source in computed else inputs[source, axes[source]]
 
     for node, cut in stage.nodes.items():
-        axes, call = dict(cut.inputs), stage.calls.get(node)
+        axes, call = dict(cut.inputs), node.meta.get("call")
         # casts are in the graph; a fused layer inside is a stage of its own
         with own_modes() if call else torch._C._DisableAutocast():
             if call is None:
@@ -275,7 +275,8 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
     """Cuts slices that do not fit the workspace into stages of their own. times: how often the stages run."""
     for stage in stages:
         fits = 2 * stage.cost * stage.length <= workspace * stage.n
-        if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
+        calls = any("call" in node.meta for node in stage.nodes)
+        if fits or calls or not stage.axes or stage.n % stage.length or depth == DEPTH:
             continue
         graph, placeholders, copies = fx.Graph(), {}, {}
 
@@ -302,7 +303,7 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
         graph.output(ends)
         within = times * stage.n // stage.length
         with contextlib.suppress(Uncut):
-            inner = Planner(graph, [], workspace, times=within).plan()
+            inner = Planner(graph, workspace, times=within).plan()
             plan_inside(inner, mode, workspace, depth + 1, within)
             if len(inner) > 1:
                 stage.inside = [*placeholders.values()], inner, ends
@@ -336,10 +337,13 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
             for kind in ("_parameters", "_buffers")
             for name, value in getattr(m, kind).items()
         }
-    graph_module.graph.eliminate_dead_code()
-    plan.inputs = graph_module.graph.find_nodes(op="placeholder")
-    for node in list(graph_module.graph.nodes):
+    graph = graph_module.graph
+    graph.eliminate_dead_code()
+    plan.inputs = graph.find_nodes(op="placeholder")
+    for node in list(graph.nodes):
         name, target = name_of(node), node.target
+        if name == "part":
+            node.meta["call"] = tracing.calls[node.args[2]]
         if node.op == "get_attr":
             value = getattr(graph_module, target)
             plan.held[node] = held.get(id(value), value)
@@ -355,12 +359,11 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
             changed = of = node.args[0]
             while name_of(of) in ("detach", "alias"):
                 of = of.args[0]
+            # a parameter by constants, as in a clamp of weights
             is_parameter = of.op == "get_attr" and plan.held[of][1] == "_parameters"
-            if (
-                is_parameter and not node.users and node.all_input_nodes == [changed]
-            ):  # by constants, as clamped weights
+            if is_parameter and not node.users and node.all_input_nodes == [changed]:
                 plan.writes.append((node, of))
-                node.graph.erase_node(node)
+                graph.erase_node(node)
                 continue
             other = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
             # nothing else reads the tensor, as in torch's RMSNorm without a weight
@@ -371,9 +374,8 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
             node.target = other
         elif torch.Tag.nondeterministic_seeded in target.tags and argument(node, "dropout_p") != 0:  # samples
             raise Uncut(f"{target} cannot run in slices")
-    planner = Planner(graph_module.graph, tracing.calls, workspace, slices)
-    plan.output, plan.stages = planner.output, planner.plan()
+    plan.output, plan.stages = graph.output_node(), Planner(graph, workspace, slices).plan()
     if not slices:
         plan_inside(plan.stages, mode, workspace)
-    plan.cost = sum(bytes_of(node) for node in graph_module.graph.nodes if node.op == "call_function")
+    plan.cost = sum(bytes_of(node) for node in graph.nodes if node.op == "call_function")
     return plan

@@ -51,8 +51,8 @@ class Stage:
     """Operators that run in slices along one axis of n entries, or at once if there are no axes.
 
     nodes: operators in order, with their cuts. axes: those of their results. inputs: values from other stages, with the axes
-    along which slices read them, None for whole. bases: the saved values, from which `before` computes the inputs. results:
-    values that later stages read. calls: nodes that call a module or a function. last: values that a node is the last to read.
+    along which slices read them, None for whole. before: operators that compute the inputs from saved values. results: values
+    that later stages read. last: values that a node is the last to read.
     """
 
     n: int = 1
@@ -60,9 +60,7 @@ class Stage:
     axes: dict[fx.Node, Axis] = field(default_factory=dict)
     inputs: dict[fx.Node, set[Axis | None]] = field(default_factory=dict)
     before: list[fx.Node] = field(default_factory=list)
-    bases: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
-    calls: dict[fx.Node, Call] = field(default_factory=dict)
     last: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     length: int = 1  # entries of a slice
     # inputs, stages and results of a slice that does not fit the workspace
@@ -81,7 +79,8 @@ class Stage:
     def __str__(self) -> str:
         counts = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
         named = [name for name in counts if name in GEMMS or "attention" in name]
-        called = dict.fromkeys(call.path or call.run.__name__ for call in self.calls.values())
+        calls: list[Call] = [node.meta["call"] for node in self.nodes if name_of(node) == "part"]
+        called = dict.fromkeys(call.path or call.run.__name__ for call in calls)
         shown = [f"{name} x{counts[name]}" if counts[name] > 1 else name for name in named] + [*called]
         return ", ".join(shown or list(counts)[:2]) + (f" by {self.n}" if self.axes else "")
 
@@ -123,9 +122,9 @@ def bytes_of(node: fx.Node) -> int:
 class Planner:
     """Cuts a graph into stages, from its end backwards."""
 
-    def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0, times: int = 1):
+    def __init__(self, graph: fx.Graph, workspace: int, slices: int = 0, times: int = 1):
         """Reads the graph, which runs `times` times."""
-        self.calls, self.workspace, self.slices, self.times = calls, workspace, slices, times
+        self.workspace, self.slices, self.times = workspace, slices, times
         self.placed: set[fx.Node] = set()  # nodes of later stages
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
@@ -139,11 +138,8 @@ class Planner:
                 if size_of(node) <= max(size, workspace // SMALL):
                     self.fixed[node] = size
             self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[source] for source in inputs), 1 << i)
-        self.output = next(node for node in graph.nodes if node.op == "output")
-
-    def is_there(self, node: fx.Node) -> bool:
-        """Returns whether the node is an input, or computed from parameters only."""
-        return node in self.given or node in self.fixed
+        self.ready = self.given | self.fixed.keys()  # inputs, and what is computed from parameters only
+        self.output = graph.output_node()
 
     def plan(self) -> list[Stage]:
         needed = {node for node in self.output.all_input_nodes if node not in self.given}
@@ -151,47 +147,37 @@ class Planner:
         while needed:
             if len(needed) > MOST or len(stages) > MOST:
                 raise Uncut("its parts exchange too many values")
-            stage = self.stage_before(needed)
+            last, *others = sorted(needed, key=self.order.__getitem__, reverse=True)
+            axes = () if is_list(last) else axes_of(last)
+            cut = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
+            if cut:
+                best = max(cut, key=lambda stage: (stage.cost, stage.n))
+                stage = functools.reduce(self.joined, others[:JOINED], best)
+                stage.results = [node for node in needed if node in stage.nodes]
+            else:
+                stage = self.whole(last, needed)
+            bases = self.finish(stage)
             stages.append(stage)
             self.placed.update(stage.nodes)
             needed.difference_update(stage.results)
-            needed.update(base for base in stage.bases if not self.is_there(base))
+            needed |= bases - self.ready
         return stages[::-1]
-
-    def stage_before(self, needed: set[fx.Node]) -> Stage:
-        last = max(needed, key=self.order.__getitem__)
-        axes = () if is_list(last) else axes_of(last)
-        stages = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
-        if not stages:
-            return self.whole(last, needed)
-        others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
-        best = max(stages, key=lambda stage: (stage.cost, stage.n))
-        best = functools.reduce(self.joined, others, best)
-        best.results = [node for node in needed if node in best.nodes]
-        return self.finished(best)
 
     def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
         """Returns a stage with one operator that is not cut, or with a call and all its results."""
-        call = self.call_of(last)
-        results = [node for node in needed if node is last or (call and self.call_of(node) is call)]
+
+        def call_of(node: fx.Node) -> fx.Node | None:
+            source = node.args[0] if name_of(node) == "getitem" else node
+            return source if name_of(source) == "part" else None
+
+        call = call_of(last)
+        results = [node for node in needed if node is last or (call and call_of(node) is call)]
         nodes = dict.fromkeys((call or last, *results))
         stage = Stage(
             nodes={node: Cut([(source, None) for source in node.all_input_nodes]) for node in nodes}, results=results
         )
         stage.inputs = {source: {None} for node in nodes for source in node.all_input_nodes if source not in nodes}
-        return self.finished(stage)
-
-    def call_of(self, node: fx.Node) -> fx.Node | None:
-        """Returns the call that the node is a result of, or None."""
-        source = node.args[0] if name_of(node) == "getitem" else node
-        return source if name_of(source) == "part" else None
-
-    def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
-        """Returns whether the views that a stage reads cover all of the view's source, or the source is an input."""
-        if name_of(view) == "getitem" and not name_of(view.args[0]).startswith(("split", "unbind")):
-            return False
-        (source,) = view.all_input_nodes
-        return self.base_of(source) in self.given or max(size_of(view), shown[source]) >= size_of(source)
+        return stage
 
     def base_of(self, node: fx.Node) -> fx.Node:
         """Returns the base of a view, through all views; else the node itself."""
@@ -230,7 +216,7 @@ class Planner:
             node = heapq.heappop(heap)[1]
             axes = wanted.pop(node)
             cut = None
-            if not self.is_there(node) and len(axes) == 1 and None not in axes:
+            if node not in self.ready and len(axes) == 1 and None not in axes:
                 (axis,) = axes
                 cut = followed(node, axis, n)
                 if node not in roots and not all(user in stage.nodes or user in self.placed for user in node.users):
@@ -260,7 +246,7 @@ class Planner:
         for node in stage.nodes:
             if name_of(node) in VIEWS:
                 views.setdefault(self.base_of(node), []).append(node)
-        for base in [source for source in stage.inputs if not self.is_there(source)]:
+        for base in [source for source in stage.inputs if source not in self.ready]:
             shown = views.get(base, [])
             ends = [
                 node
@@ -274,12 +260,12 @@ class Planner:
                     del stage.nodes[node]
                 stage.inputs.update((node, {stage.axes[node]}) for node in ends)
 
-    def finished(self, stage: Stage) -> Stage:
-        """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices."""
+    def finish(self, stage: Stage) -> set[fx.Node]:
+        """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices. Returns the saved
+        values, from which `before` computes the inputs."""
         stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
-        before: set[fx.Node] = set()
-        bases: set[fx.Node] = set()
-        todo, shown = list(stage.inputs), collections.Counter()
+        before, bases = set[fx.Node](), set[fx.Node]()
+        todo, shown = list(stage.inputs), collections.Counter()  # bytes of each value that the views of it show
         for node in stage.inputs:
             size = size_of(node)
             while name_of(node) in VIEWS:
@@ -290,27 +276,28 @@ class Planner:
             node = todo.pop()
             if node in before or node in bases:
                 continue
-            is_cheap = node.op == "call_function" and (
-                node in self.fixed or (name_of(node) in VIEWS and self.is_whole(node, shown))
-            )
+            is_cheap = node in self.fixed and node.op == "call_function"
+            if (
+                not is_cheap and name_of(node) in VIEWS
+            ):  # that together show all of an earlier value, or are of an input
+                source = node.args[0]
+                is_whole = self.base_of(source) in self.given or max(size_of(node), shown[source]) >= size_of(source)
+                is_item = name_of(node) == "getitem" and not name_of(source).startswith(("split", "unbind"))
+                is_cheap = is_whole and not is_item
             if is_cheap:
                 before.add(node)
                 todo += node.all_input_nodes
             else:
                 bases.add(node)
         stage.before = sorted(before, key=self.order.__getitem__)
-        stage.bases = sorted(bases, key=self.order.__getitem__)
-        stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
         readers = {source: node for node in stage.nodes for source in node.all_input_nodes if source in stage.nodes}
         for source, node in readers.items():
             if source not in stage.results:
                 stage.last.setdefault(node, []).append(source)
         if stage.axes:
-            rows = [
-                shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
-            ]
+            rows = [shape_of(node)[0] // stage.n for node in stage.nodes if name_of(node) in ("mm", "addmm")]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
             floor = max(floor, -(-stage.n // max(LAUNCHED // (self.times * len(stage.nodes)), 1)))
             most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
             stage.length = -(-stage.n // self.slices) if self.slices else even(stage.n, most)
-        return stage
+        return bases
