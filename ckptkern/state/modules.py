@@ -8,6 +8,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CellType, SimpleNamespace
 from typing import Any
 
@@ -119,26 +120,36 @@ def is_saved(value: Any) -> bool:
     )  # an empty dict holds hooks
 
 
+@dataclass(eq=False)
 class Space:
     """A dict, another mapping, a cell or None (`object`) that belongs to a module. own: the call certainly runs the module.
     norm: the buffers of a norm in training, which native ops update without moving versions. updated: whether forward
     updated one."""
 
-    def __init__(self, object: Any, module: nn.Module | None, kind: str, own: bool = False, norm: bool = False):
-        self.object, self.module, self.kind, self.own, self.norm, self.updated = object, module, kind, own, norm, False
+    object: Any
+    module: nn.Module | None
+    kind: str
+    own: bool = False
+    norm: bool = False
+    updated: bool = False
 
 
+@dataclass(eq=False)
 class Entry:
     """A name in a space. value: ABSENT for an attribute that forward adds. tensor: the value, detached if it has a graph,
     which must not live as long as the region's; original: then a weak reference to it. before: a small tensor's copy from
     before forward. updated: forward itself updated it. items: the value is a copy of a dict of hooks or submodules."""
 
-    def __init__(self, space: Space, name: Any, value: Any, items: bool = False):
-        self.space, self.name, self.value, self.items = space, name, value, items
-        self.tensor: Tensor | None = None
-        self.original: TensorWeakRef | None = None
-        self.before: Tensor | None = None
-        self.requires_grad = self.updated = False
+    space: Space
+    name: Any
+    value: Any
+    items: bool = False
+    tensor: Tensor | None = None
+    original: TensorWeakRef | None = None
+    before: Tensor | None = None
+    version: int = 0
+    requires_grad: bool = False
+    updated: bool = False
 
     def is_there(self, now: Any) -> bool:
         if self.items:
@@ -174,7 +185,7 @@ class ModuleState:
     def __init__(self, values: bool):
         self.values, self.settled = values, False
         self.generators: list[torch.Generator] = []
-        self.roots: list[nn.Module] = []
+        self.reached: list[nn.Module] = []
         self.attributes: list[tuple[Space, type, int]] = []  # attributes of each module, its class, and their number
         self.entries: list[Entry] = []
         self.containers: list[tuple[Any, Any]] = []  # (container, copy)
@@ -207,7 +218,7 @@ class ModuleState:
 
     def add_module(self, root: nn.Module, own: bool) -> None:
         """Records a module and its submodules before forward runs. own: the call certainly runs it."""
-        self.roots.append(root)
+        self.reached.append(root)
         pending = [root]
         for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
@@ -241,14 +252,25 @@ class ModuleState:
             if is_of(value, dict):
                 self.entries.append(Entry(space, name, value.copy() if value else OrderedDict(), items=True))
 
-    def add_cell(self, cell: CellType) -> None:
-        value = item(cell, None)
-        if value is not ABSENT and self.is_new(cell):  # an ABSENT cell is not filled yet
-            self.add_entry(Space(cell, None, "cell"), None, value)
-
-    def add_tensor(self, captured: Tensor) -> None:
-        if self.is_new(captured):
-            self.add_entry(Space(None, None, "tensor"), None, captured)
+    def reach(self, value: Any, depth: int = 0) -> None:
+        """Records what a function reads besides its saved arguments."""
+        if is_of(value, Tensor):
+            if self.is_new(value):
+                self.add_entry(Space(None, None, "tensor"), None, value)
+        elif is_of(value, torch.Generator):
+            self.generators.append(value)
+        elif type(value) is CellType:
+            content = item(value, None)
+            if content is not ABSENT:  # an ABSENT cell is not filled yet
+                if self.is_new(value):
+                    self.add_entry(Space(value, None, "cell"), None, content)
+                if not is_of(content, Tensor):
+                    self.reach(content, depth)
+        elif is_of(value, nn.Module):
+            self.add_module(value, own=False)
+        elif depth == 0 and type(value) in (tuple, list):
+            for element in value:
+                self.reach(element, 1)
 
     def settle(self) -> None:
         """Notes after forward what it updated, which is not an error later, and what it added to attributes, which is absent
@@ -275,19 +297,20 @@ class ModuleState:
                     entry.before = None
         self.copies = {}
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters of own modules."""
-        own = (
-            entry
-            for entry in self.entries
-            if entry.space.own and entry.space.kind == "parameters" and entry.tensor is not None
-        )
-        return [entry.value for entry in own if entry.original is None]
+    def parameters(self) -> list[Tensor]:
+        """Returns the parameters of the module that the call runs."""
+        own = [entry for entry in self.entries if entry.space.own and entry.space.kind == "parameters"]
+        return [entry.value for entry in own if entry.tensor is not None and entry.original is None]
+
+    def roots(self) -> list[nn.Module]:
+        """Returns the modules that the call can reach, without their submodules."""
+        return list(self.reached)
 
     def reclassed(self) -> list[tuple[nn.Module, type]]:
         """Returns (module, its class in forward) of each module whose class has changed: it cannot run."""
         return [(space.module, kind) for space, kind, _ in self.attributes if kind is not type(space.module)]
 
+    @unseen
     def changed(self) -> list[tuple]:
         """Returns (objects, module or None, name, version now, version after forward) of each tensor that was changed in
         place since forward, or that forward updated without a copy from before. A recompute must not read them. Called after
@@ -309,7 +332,7 @@ class ModuleState:
             changes.append((objects, space.module, entry.name, now, entry.version))
         return changes
 
-    def enter(self, undo: list[Callable[[], None]]) -> None:
+    def enter_modules(self, undo: list[Callable[[], None]]) -> None:
         """Restores the recorded values. Adds to `undo` a function that undoes this and the recompute's own assignments.
         Parameters that are sharded or of another shape stay, because FSDP has put the right ones there."""
         contents = [(container, container.copy()) for container, _ in self.containers]
@@ -324,10 +347,11 @@ class ModuleState:
                     try:
                         put(space.object, name, before)
                     except Exception as error:  # the others are still restored
-                        told = dict(
+                        told = SimpleNamespace(
                             exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=name
                         )
-                        sys.unraisablehook(SimpleNamespace(**told, err_msg="Exception ignored in a region's recompute"))
+                        told.err_msg = "Exception ignored in a region's recompute"
+                        sys.unraisablehook(told)
             for tensor, requires_grad in required:
                 tensor.requires_grad_(requires_grad)
             for container, before in contents:
@@ -359,21 +383,3 @@ class ModuleState:
 def fill(container: Any, contents: Any) -> None:
     container.clear()
     (container.update if type(container) is dict else container.extend)(contents)
-
-
-def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], depth: int = 0) -> None:
-    """Records what a function reads besides its saved arguments."""
-    if is_of(value, Tensor):
-        modules.add_tensor(value)
-    elif is_of(value, torch.Generator):
-        generators.append(value)
-    elif type(value) is CellType:
-        modules.add_cell(value)
-        content = item(value, None)
-        if content is not ABSENT and not is_of(content, Tensor):
-            reach(content, modules, generators, depth)
-    elif is_of(value, nn.Module):
-        modules.add_module(value, own=False)
-    elif depth == 0 and type(value) in (tuple, list):
-        for element in value:
-            reach(element, modules, generators, 1)
