@@ -37,6 +37,7 @@ from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_s
 from .decisions import saved_decisions
 from .reachable import cached_weights, caching, reachable_of
 
+_TIP = getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
 HELD = -1  # the key of a recompute that later passes read too; csrc/saved_tensors.cpp
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -80,19 +81,16 @@ class Segment(SavedTensors):
             self.state.record()
         _push_hooks(_summed(self.checksums, self.pack), unpack_saved)
         try:
-            if context is None:
+            returned = False
+            with _NOTHING if context is None else context:
                 result = function(*args, **kwargs)
-            else:
-                returned = False
-                with context:
-                    result = function(*args, **kwargs)
-                    returned = True
-                if not returned:
-                    raise RuntimeError(
-                        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
-                        "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
-                        "for a failed forward."
-                    )
+                returned = True
+            if not returned:
+                raise RuntimeError(
+                    "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+                    "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
+                    "for a failed forward."
+                )
         finally:
             _pop_hooks()
             if draws:
@@ -106,23 +104,19 @@ class Segment(SavedTensors):
 
     # -- backward
 
-    def key(self) -> int:
-        """Returns a key of the current backward pass. Passes of a group share a key; outside a pass each read has its own."""
-        group = torch._C._get_graph_exec_group()
-        if group is None:
-            task = torch._C._current_graph_task_id()
-            return task if task != -1 else -2 - len(self.done)
-        return next((key for key, value in self.done.items() if value is group), -2 - len(self.done))
-
     def unpack(self, saved: Placeholder) -> Tensor:
         try:
             with self.lock:
                 if (value := self.held(saved)) is not None:
                     return value
-                key = self.key()
+                # passes of a group share a key; outside a pass each read has its own
+                group, key = torch._C._get_graph_exec_group(), torch._C._current_graph_task_id()
+                if group is not None:
+                    key = next((key for key, value in self.done.items() if value is group), -1)
+                key = -2 - len(self.done) if key == -1 else key
                 if key not in self.done:
                     self.device = self.recompute(key)
-                    self.done[key] = torch._C._get_graph_exec_group()
+                    self.done[key] = group
                     if is_first_of_several() and self.leaves_out():
                         # this pass computes a part of a retained graph's gradients: later passes read its recomputed tensors,
                         # if there is room (`split_backward`)
@@ -200,7 +194,12 @@ class Segment(SavedTensors):
         if checksums is not None:
             pairs = zip(self.checksums.all(), checksums.all(), strict=False)
             if wrong := [a != b for a, b in pairs]:
-                self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
+                flags = torch.stack([flag.to(wrong[0].device) for flag in wrong])
+                if torch._C._current_graph_task_id() == -1:
+                    self.compare_values(flags)
+                else:  # reads the device once, at the end of the backward pass
+                    callback = functools.partial(self.compare_values, flags)
+                    torch.autograd.Variable._execution_engine.queue_callback(callback)
         return run.device
 
     def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
@@ -254,7 +253,7 @@ class Segment(SavedTensors):
     def too_many(self) -> None:
         raise CheckpointError(
             "torch.utils.checkpoint: trying to save more tensors during recomputation than during the original forward "
-            f"pass.\n{_tip()}"
+            f"pass.\n{_TIP}"
         )
 
     def compare(self, run: Recompute) -> None:
@@ -264,7 +263,7 @@ class Segment(SavedTensors):
             raise CheckpointError(
                 "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
                 f"recomputation.\nNumber of tensors saved during forward: {len(self)}\nNumber of tensors saved during "
-                f"recomputation: {run.count}.\n{_tip()}"
+                f"recomputation: {run.count}.\n{_TIP}"
             )
         if different := run.different:
             lines = []
@@ -277,27 +276,20 @@ class Segment(SavedTensors):
                 )
             raise CheckpointError(
                 "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
-                f"during the forward pass.\n{''.join(lines)}.\n{_tip()}"
+                f"during the forward pass.\n{''.join(lines)}.\n{_TIP}"
             )
 
-    def report_later(self, wrong: Tensor) -> None:
-        """Reads the flags on the device once, at the end of the backward pass."""
-
-        def read() -> None:
-            flags = wrong.tolist()
-            if any(flags):
-                place = flags.index(True)
-                shape, dtype, device = self.metadata(place)
-                raise CheckpointError(
-                    f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
-                    f"first tensor that differs is saved tensor {place} of {len(self)}, shape {tuple(shape)}, {dtype}, on "
-                    f"{device}; {sum(flags)} of {len(flags)} differ."
-                )
-
-        if torch._C._current_graph_task_id() == -1:
-            read()
-        else:
-            torch.autograd.Variable._execution_engine.queue_callback(read)
+    def compare_values(self, differ: Tensor) -> None:
+        """Raises if a checksum differs. differ: a flag for each saved tensor."""
+        flags = differ.tolist()
+        if any(flags):
+            place = flags.index(True)
+            shape, dtype, device = self.metadata(place)
+            raise CheckpointError(
+                f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
+                f"first tensor that differs is saved tensor {place} of {len(self)}, shape {tuple(shape)}, {dtype}, on "
+                f"{device}; {sum(flags)} of {len(flags)} differ."
+            )
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -343,7 +335,18 @@ class _Unreadable(TorchDispatchMode):
                 # an op that only writes or views the tensor does not read it; a later op may, also through the view
                 if any(parameter.alias_info is None for parameter, argument in arguments if argument is value):
                     tensor, module, name, now, then = entry
-                    self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
+                    described = "a tensor that the function captures"
+                    if module is not None:
+                        paths = [
+                            path for root in self.segment.roots() for path, m in root.named_modules() if m is module
+                        ]
+                        path, *_ = (*paths, type(module).__name__)
+                        kind = next(
+                            (kind for kind in ("parameter", "buffer") if name in getattr(module, f"_{kind}s")),
+                            "attribute",
+                        )
+                        described = f"the {kind} {f'{path}.{name}'.lstrip('.')!r}"
+                    self.segment.refuse(described, tensor, now, then)
                 views.append(entry[1:])
         result = func(*args, **kwargs)
         for row in views:
@@ -359,19 +362,6 @@ def _describe(function) -> str:
     if isinstance(function, types.MethodType):
         return _describe(function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__)
     return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
-
-
-def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module]) -> str:
-    """Returns a description of a module's parameter, buffer or attribute, or of a captured tensor."""
-    if module is None:
-        return "a tensor that the function captures"
-    paths = (path for root in roots for path, inside in root.named_modules() if inside is module)
-    kind = "parameter" if name in module._parameters else "buffer" if name in module._buffers else "attribute"
-    return f"the {kind} {f'{next(paths, type(module).__name__)}.{name}'.lstrip('.')!r}"
-
-
-def _tip() -> str:
-    return getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
 
 
 class _Checksums:

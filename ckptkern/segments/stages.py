@@ -237,11 +237,7 @@ class Planner:
                 wanted.setdefault(source, set()).add(along)
                 if node in shared:
                     shared.add(source)
-        self.pruned(stage)
-        return stage
-
-    def pruned(self, stage: Stage) -> None:
-        """Leaves views that together are smaller than their base to an earlier stage, if nothing else here reads the base."""
+        # views that together are smaller than their base are left to an earlier stage, if nothing else here reads the base
         views: dict[fx.Node, list[fx.Node]] = {}
         for node in stage.nodes:
             if name_of(node) in VIEWS:
@@ -259,6 +255,7 @@ class Planner:
                 for node in shown:
                     del stage.nodes[node]
                 stage.inputs.update((node, {stage.axes[node]}) for node in ends)
+        return stage
 
     def finish(self, stage: Stage) -> set[fx.Node]:
         """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices. Returns the saved
