@@ -70,7 +70,8 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     names, layers = _named(functions)
     count = len(layers)
     starts = None
-    if isinstance(segments, str) and segments == "sqrt":
+    text = segments if isinstance(segments, str) else ""
+    if text == "sqrt":
         number = max(1, round(math.sqrt(count)))
         starts = [count * i // number for i in range(number)]
     elif isinstance(segments, int) and not isinstance(segments, bool):
@@ -79,12 +80,12 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         starts = [i * (count // segments) for i in range(segments)]
     if starts is not None:
         return [Part(start, stop, stop < count) for start, stop in itertools.pairwise([*starts, count])]
-    if isinstance(segments, str) and (every := re.fullmatch(r"every (\d+)", segments)):
+    if every := re.fullmatch(r"every (\d+)", text):
         step = int(every[1])
         if step < 1:
             raise ValueError(f"segments must be 'every k' with k at least 1, but is {segments!r}")
         return [Part(i, min(i + step, count), True) for i in range(0, count, step)]
-    if isinstance(segments, str) and (budget := parse_size(segments)) is not None:
+    if (budget := parse_size(text)) is not None:
         if input is None:
             raise ValueError(f"segments={segments!r} is a bound in bytes, which needs an input to measure with")
         return _within(budget, layers, input)

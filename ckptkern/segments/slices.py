@@ -64,12 +64,6 @@ class _Slice(torch.autograd.Function):
         return torch.zeros((), device=ctx.device), None, None, *(None for _ in grads)
 
 
-@torch.no_grad()
-def _write(wholes: Sequence[Tensor], axes: Sequence[Axis], place: Place, parts: Sequence[Tensor]) -> None:
-    for whole, axis, part in zip(wholes, axes, parts, strict=True):
-        axis.write(whole, *place, part)
-
-
 class _Written(torch.autograd.Function):
     """Writes the results of a slice to their places and returns placeholders, which take no memory."""
 
@@ -77,7 +71,8 @@ class _Written(torch.autograd.Function):
     def forward(ctx, wholes, axes, place, *parts):
         ctx.set_materialize_grads(False)
         ctx.axes = axes
-        _write(wholes, axes, place, parts)
+        for axis, whole, part in zip(axes, wholes, parts, strict=True):
+            axis.write(whole, *place, part)
         slices = (axis.slice(whole, *place) for axis, whole in zip(axes, wholes, strict=True))
         return tuple(part.new_zeros(()).expand(part.shape) for part in slices)
 
@@ -141,13 +136,11 @@ def in_slices(
         results = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
         del parts
         wholes = wholes or [new(i, result.detach()) for i, result in enumerate(results)]
+        written = _Written.apply(wholes, axes, place, *results)
         if with_graph := {i for i, result in enumerate(results) if result.requires_grad}:
             trained |= with_graph
-            written = _Written.apply(wholes, axes, place, *results)
             sums.redirect(written[min(with_graph)])
             places.append(place)
             placeholders += written
-        else:
-            _write(wholes, axes, place, results)
-        del results
+        del results, written
     return _Joined.apply(wholes, axes, places, trained, sums, *placeholders) if placeholders else wholes

@@ -145,8 +145,6 @@ class Precision:
     deterministic mode, the default dtype, and the allowed attention kernels. As a context manager, sets them, and then
     restores the previous ones. It is re-entrant, and usable from any thread."""
 
-    __slots__ = ("autocast", "process")
-
     def __init__(self) -> None:
         self.autocast, self.process = autocast_state(), [read() for read in READS]
 

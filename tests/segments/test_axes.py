@@ -587,5 +587,5 @@ def test_a_call_that_cannot_be_cut_runs_whole(other):
     stages = check_in_slices(
         Layer(), [torch.randn(4, 6, 10, requires_grad=True), torch.randn(other, requires_grad=True)], "a call"
     )
-    assert any(stage.calls and not stage.axes for stage in stages)
+    assert any("part" in map(name_of, stage.nodes) and not stage.axes for stage in stages)
     assert any(stage.axes for stage in stages)
