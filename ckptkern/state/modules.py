@@ -93,11 +93,12 @@ def put(space: Any, name: Any, value: Any) -> None:
         space[name] = value
 
 
-def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
+def exchangeable(space: Space, now: Any, then: Any) -> bool:
     """Returns whether the present value may be exchanged for the recorded one."""
     if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
-    if any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)) or (of_parameters and now.shape != then.shape):
+    is_resized = space.kind == "parameters" and now.shape != then.shape
+    if is_resized or any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)):
         return False
     return memory_of(now) is None or memory_of(now) != memory_of(then)
 
@@ -222,15 +223,13 @@ class ModuleState:
         pending = [root]
         for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
-            tables = {}
-            for name in TABLES:  # a ScriptModule does not have them as attributes
-                tables[name] = attributes[name] if name in attributes else getattr(module, name)
-            norm = attributes.get("training") is True and is_of(module, _NormBase)
-            for name, value in tables["_parameters"].items():
-                self.add_entry(Space(tables["_parameters"], module, "parameters", own), name, value)
-            buffers = Space(tables["_buffers"], module, "buffers", own, norm)
-            for name, value in buffers.object.items():
-                self.add_entry(buffers, name, value)
+            # a ScriptModule does not have them as attributes
+            tables = {name: attributes.get(name) or getattr(module, name) for name in TABLES}
+            is_norm = attributes.get("training") is True and is_of(module, _NormBase)
+            for kind in ("parameters", "buffers"):
+                space = Space(tables[f"_{kind}"], module, kind, own, is_norm and kind == "buffers")
+                for name, value in space.object.items():
+                    self.add_entry(space, name, value)
             pending += [child for _, child in tables["_modules"].items() if child is not None]
             space = Space(attributes, module, "attributes", own)
             self.attributes.append((space, type(module), len(attributes)))
@@ -326,7 +325,7 @@ class ModuleState:
             there = ABSENT if space.object is None else item(space.object, entry.name)
             original = entry.original and entry.original()
             is_fsdps = is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost)
-            if is_fsdps and not exchangeable(there, entry.value, space.kind == "parameters"):
+            if is_fsdps and not exchangeable(space, there, entry.value):
                 continue
             objects = [value for value in (entry.value, there, original) if is_of(value, Tensor)]
             changes.append((objects, space.module, entry.name, now, entry.version))
@@ -343,14 +342,17 @@ class ModuleState:
             for entry, before, exchanged in values:
                 space, name = entry.space, entry.name
                 now = item(space.object, name)
-                if now is not before and (exchanged or exchangeable(now, before, space.kind == "parameters")):
+                if now is not before and (exchanged or exchangeable(space, now, before)):
                     try:
                         put(space.object, name, before)
                     except Exception as error:  # the others are still restored
                         told = SimpleNamespace(
-                            exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=name
+                            exc_type=type(error),
+                            exc_value=error,
+                            exc_traceback=error.__traceback__,
+                            object=name,
+                            err_msg="Exception ignored in a region's recompute",
                         )
-                        told.err_msg = "Exception ignored in a region's recompute"
                         sys.unraisablehook(told)
             for tensor, requires_grad in required:
                 tensor.requires_grad_(requires_grad)
@@ -372,9 +374,7 @@ class ModuleState:
             now = item(space.object, entry.name)
             is_there = entry.is_there(now)
             value = entry.wanted(is_there, copies, objects)
-            exchanges = (value is not entry.value or not is_there) and (
-                is_there or exchangeable(now, value, space.kind == "parameters")
-            )
+            exchanges = (value is not entry.value or not is_there) and (is_there or exchangeable(space, now, value))
             values.append((entry, now, exchanges))
             if exchanges:
                 put(space.object, entry.name, value)

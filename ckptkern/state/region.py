@@ -149,21 +149,20 @@ class SegmentState(ModuleState):
                 if depth > 1 and not value.requires_grad:
                     self.caches.append((place, TensorWeakRef(value), value._version))
             return place
-        kind = type(value)
+        kind, make = type(value), None
         if kind is tuple or kind is list:
-            return kind, [self.take(item, depth + 1) for item in value]
-        if is_of(value, tuple) and hasattr(value, "_make"):
-            return kind._make, [self.take(item, depth + 1) for item in value]
-        if kind is dict:
-            keys = list(value)
-            return lambda held: dict(zip(keys, held, strict=True)), [self.take(value[key], depth + 1) for key in keys]
-        if kind not in SCALARS and not is_of(value, type):
+            make, items = kind, value
+        elif is_of(value, tuple) and hasattr(value, "_make"):
+            make, items = kind._make, value
+        elif kind is dict:
+            keys, items = list(value), value.values()
+            make = lambda held: dict(zip(keys, held, strict=True))  # noqa: E731
+        elif kind not in SCALARS and not is_of(value, type):
             if issubclass(kind, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
-                parts = take_apart(value)
-                if parts is not None:
-                    return parts[1], [self.take(item, depth + 1) for item in parts[0]]
-            self.reach(value, depth)
-        return None, value
+                items, make = take_apart(value) or ((), None)
+            if make is None:
+                self.reach(value, depth)
+        return make, value if make is None else [self.take(item, depth + 1) for item in items]
 
     def arguments(self) -> tuple[tuple, dict[str, Any]]:
         """Returns the (args, kwargs) of forward. Runs unpack hooks, and so a parent region's recompute."""
@@ -217,7 +216,7 @@ def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
     if make is None:
         return held
     held = [given_again(child, tensors) for child in held]
-    return held if make is list else make(tuple(held))
+    return make(tuple(held))
 
 
 def restore(states: list[tuple[torch.Generator, Tensor]]) -> None:
