@@ -156,7 +156,13 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     if node.target is aten.view.dtype:
         return None
     source, name = node.args[0], name_of(node)
-    shape, (strides, offset, of_source) = shape_of(source), _layout(node)
+    shape = shape_of(source)
+    if "layout" not in node.meta:  # of a view (of several, the first), and of its source
+        whole = torch.empty(shape, device="meta")
+        shown = node.target(whole, *node.args[1:], **node.kwargs)
+        shown = shown if isinstance(shown, Tensor) else shown[0]
+        node.meta["layout"] = shown.stride(), shown.storage_offset(), whole.stride()
+    strides, offset, of_source = node.meta["layout"]
     sizes = ((1, axis.dim, axis.outer * axis.inner),) if name in ("view", "_unsafe_view", "expand") else ()
     if strides[axis.dim] == 0:  # expanded
         return Cut([(source, None)], sizes)
@@ -175,16 +181,6 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
                 return None
             return Cut([(source, Axis(dim, size // (inner * n), inner))], sizes)
     return None
-
-
-def _layout(node: fx.Node) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Returns strides and offset of a view (of several, the first) of a contiguous tensor, and the tensor's strides."""
-    if "layout" not in node.meta:
-        source = torch.empty(shape_of(node.args[0]), device="meta")
-        shown = node.target(source, *node.args[1:], **node.kwargs)
-        shown = shown if isinstance(shown, Tensor) else shown[0]
-        node.meta["layout"] = shown.stride(), shown.storage_offset(), source.stride()
-    return node.meta["layout"]
 
 
 def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:

@@ -31,7 +31,7 @@ from .axes import Axis, argument, name_of, resized, shape_of
 from .decisions import DECIDES
 from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged
 from .slices import in_slices
-from .stages import Planner, Stage, Uncut, bytes_of, is_list
+from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 
 aten = torch.ops.aten
 PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -326,14 +326,15 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         result, plan.spec = tree_flatten((result, shared))
         return result
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with unchanged(module), traced_calls(module) as tracing:
+    mode, calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
+    with unchanged(module), traced_calls(calls):
         fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
         functional = torch.func.functionalize(forward)
         graph_module = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        paths = {m: path for path, m in module.named_modules()}
         held = {
             id(value): (path, kind, name)
-            for path, m in module.named_modules()
+            for m, path in paths.items()
             for kind in ("_parameters", "_buffers")
             for name, value in getattr(m, kind).items()
         }
@@ -343,7 +344,8 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
     for node in list(graph.nodes):
         name, target = name_of(node), node.target
         if name == "part":
-            node.meta["call"] = tracing.calls[node.args[2]]
+            node.meta["call"] = call = calls[node.args[2]]
+            call.path, call.module = paths.get(call.module), None
         if node.op == "get_attr":
             value = getattr(graph_module, target)
             plan.held[node] = held.get(id(value), value)

@@ -21,15 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .stages import Call, Form, Uncut
 
-
-class _Tracing:
-    """Collects the calls that become one operator while a forward is recorded."""
-
-    def __init__(self, root: nn.Module):
-        self.paths = {m: path for path, m in root.named_modules()}
-        self.calls: list[Call] = []
-
-
 _local = threading.local()
 
 
@@ -38,18 +29,18 @@ class Place(int):
 
 
 @contextlib.contextmanager
-def traced_calls(root: nn.Module | None) -> Iterator[_Tracing | None]:
-    """Collects such calls inside. root: the module that is recorded; None: nothing is collected."""
-    before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
+def traced_calls(calls: list[Call] | None) -> Iterator[None]:
+    """Collects the calls that become one operator inside. None: nothing is collected."""
+    before, _local.calls = getattr(_local, "calls", None), calls
     try:
-        yield _local.tracing
+        yield
     finally:
-        _local.tracing = before
+        _local.calls = before
 
 
 def is_traced() -> bool:
     """Returns whether a forward is recorded in this thread."""
-    return getattr(_local, "tracing", None) is not None
+    return getattr(_local, "calls", None) is not None
 
 
 def traced_call(
@@ -60,11 +51,10 @@ def traced_call(
     tensors, form = taken((args, kwargs))
     if any(isinstance(leaf, MutableMapping) for leaf in form[0]):
         raise Uncut("its forward passes a mapping to a submodule")
-    tracing = _local.tracing
-    call = Call(None if module is None else tracing.paths[module], form, forward)
-    tracing.calls.append(call)
+    call = Call(module, form, forward)
+    _local.calls.append(call)
     parameters = [] if module is None or along == "nothing" else list(module.parameters())
-    results = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
+    results = torch.ops.ckptkern.part(tensors, parameters, len(_local.calls) - 1, along)
     return filled(call.result, results)
 
 
@@ -88,7 +78,7 @@ _library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str alon
 
 @torch.library.register_fake("ckptkern::part", lib=_library)
 def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
-    call = _local.tracing.calls[place]
+    call = _local.calls[place]
     args, kwargs = filled(call.arguments, tensors)
     with traced_calls(None), torch._C.DisableTorchFunction():
         results, call.result = taken(call.run(*args, **kwargs))

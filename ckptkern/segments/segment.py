@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import types
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
@@ -34,13 +33,11 @@ from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.gradients import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
-from .decisions import saved_decisions
+from .decisions import pop_hooks, push_hooks, saved_decisions
 from .reachable import cached_weights, caching, reachable_of
 
 _TIP = getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
 HELD = -1  # the key of a recompute that later passes read too; csrc/saved_tensors.cpp
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class _Stop(Exception):
@@ -79,7 +76,7 @@ class Segment(SavedTensors):
         draws = self.state.draws
         if draws:
             self.state.record()
-        _push_hooks(_summed(self.checksums, self.pack), unpack_saved)
+        push_hooks(_summed(self.checksums, self.pack), unpack_saved)
         try:
             returned = False
             with _NOTHING if context is None else context:
@@ -92,7 +89,7 @@ class Segment(SavedTensors):
                     "for a failed forward."
                 )
         finally:
-            _pop_hooks()
+            pop_hooks()
             if draws:
                 self.state.stop()
         self.completed = True
@@ -128,17 +125,13 @@ class Segment(SavedTensors):
             value = saved.take(key)
             if value is None:
                 extra = (
-                    ""
-                    if self.done[key] is None
-                    else (
-                        "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                        "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
-                    )
+                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                    "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
                 )
                 raise CheckpointError(
                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
-                    f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
-                    "please open an issue with details on your use case."
+                    f"{extra if self.done[key] else ''}If you are calling ctx.saved_tensors in backward, make sure to do so "
+                    "only once. Otherwise please open an issue with details on your use case."
                 )
             return value
         except CheckpointError as error:
@@ -173,7 +166,7 @@ class Segment(SavedTensors):
         unreadable = self.enter(self.state)
         try:
             torch._C._set_grad_enabled(True)
-            _push_hooks(_summed(checksums, run.pack), _identity)
+            push_hooks(_summed(checksums, run.pack), _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
                     torch._disable_dynamo(self.run)(args, kwargs, unreadable)
@@ -182,7 +175,7 @@ class Segment(SavedTensors):
             except _Stop:
                 pass
             finally:
-                _pop_hooks()
+                pop_hooks()
             self.compare(run)
         except BaseException:
             self.drop(key)
@@ -237,14 +230,11 @@ class Segment(SavedTensors):
     # -- checks
 
     def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
-        how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
-        remedy = (
-            "Run backward before the optimizer's step, or run the region's forward again."
-            if now != then
-            else (
-                "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
-            )
-        )
+        how = "was updated in the forward"
+        remedy = "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
+        if now != then:
+            how = "was changed in place between forward and backward"
+            remedy = "Run backward before the optimizer's step, or run the region's forward again."
         raise CheckpointError(
             f"ckptkern.checkpoint: {name} of shape {tuple(tensor.shape)} {how} of {_describe(self.function)}: it is at version "
             f"{now}, forward saw version {then}. Recomputing would give the gradients of another function. {remedy}"
@@ -354,14 +344,11 @@ class _Unreadable(TorchDispatchMode):
         return result
 
 
-def _describe(function) -> str:
-    if isinstance(function, nn.Module):
-        return f"the region {type(function).__name__}"
-    if isinstance(function, functools.partial):
-        return _describe(function.func)
-    if isinstance(function, types.MethodType):
-        return _describe(function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__)
-    return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
+def _describe(function: Callable) -> str:
+    own, _ = reachable_of(function, ())
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"the region {getattr(function, '__qualname__', type(function).__name__) if own is None else type(own).__name__}"
 
 
 class _Checksums:

@@ -127,13 +127,6 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 Storages = dict[StorageWeakRef, int]  # bytes by storage
 
 
-class _Layer(NamedTuple):
-    """The storages that a layer saves without a checkpoint, and those of its input."""
-
-    saved: Storages
-    input: Storages
-
-
 def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:
     """Returns function(x) for a fake tensor x, and the storages saved for backward."""
     saved: Storages = {}
@@ -148,49 +141,45 @@ def on_fakes() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _saved(parts: list[Part], layers: list[_Layer]) -> int:
-    storages: Storages = {}
-    for part in parts:
-        if part.recompute:
-            storages.update(layers[part.start].input)
-        else:
-            for layer in layers[part.start : part.stop]:
-                storages.update(layer.saved)
-    return sum(storages.values())
-
-
 def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
-    measured = []
+    saved, inputs = list[Storages](), list[Storages]()  # by each layer without a checkpoint
     with on_fakes() as mode:
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
         for layer in layers:
             own = (*layer.named_parameters(), *layer.named_buffers()) if isinstance(layer, nn.Module) else ()
             state = {name: mode.from_tensor(tensor) for name, tensor in own}
             function = functools.partial(torch.func.functional_call, layer, state) if state else layer
-            before, (x, saved) = storages_of([x]), saved_by(function, x)
+            inputs.append(storages_of([x]))
+            x, storages = saved_by(function, x)
             for storage in storages_of(state.values()):
-                saved.pop(storage, None)
-            measured.append(_Layer(saved, before))
-    gain = [sum(layer.saved.values()) - sum(layer.input.values()) for layer in measured]
+                storages.pop(storage, None)
+            saved.append(storages)
+
+    def size_of(parts: list[Part]) -> int:
+        storages: Storages = {}
+        for part in parts:
+            for held in [inputs[part.start]] if part.recompute else saved[part.start : part.stop]:
+                storages.update(held)
+        return sum(storages.values())
+
+    gain = [sum(held.values()) - sum(before.values()) for held, before in zip(saved, inputs, strict=True)]
     chosen = [False] * len(layers)
     for i in sorted(range(len(layers)), key=lambda i: -gain[i]):
-        if _saved(_alone(chosen), measured) <= budget:
+        if size_of(_alone(chosen)) <= budget:
             return _alone(chosen)
         chosen[i] = True
     parts = _alone(chosen)
-    while (
-        saved := _saved(parts, measured)
-    ) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
+    while (size := size_of(parts)) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
         if len(parts) == 1:
             raise ValueError(
                 f"at most {format_size(budget)} may be saved, but one segment of all layers saves "
-                f"{format_size(saved)}, its input"
+                f"{format_size(size)}, its input"
             )
         joined = [
             [*parts[:i], Part(parts[i].start, parts[i + 1].stop, True), *parts[i + 2 :]] for i in range(len(parts) - 1)
         ]
         # of the pairs that save most, the shortest: even segments have the lowest peak
-        parts = min(joined, key=lambda some: (_saved(some, measured), max(part.stop - part.start for part in some)))
+        parts = min(joined, key=lambda some: (size_of(some), max(part.stop - part.start for part in some)))
     return parts
 
 

@@ -37,13 +37,14 @@ Form = tuple[list[Any], Any]  # a value without its tensors: its leaves, with po
 
 @dataclass
 class Call:
-    """A call that is one operator. path: the module's, None for the function `run`. arguments, result: their forms, with
-    positions of tensors among the operator's arguments and results."""
+    """A call that is one operator. module: the recorded one until the call is planned, None for the function `run`. path: the
+    module's. arguments, result: their forms, with positions of tensors among the operator's arguments and results."""
 
-    path: str | None
+    module: nn.Module | None
     arguments: Form
     run: Callable
     result: Form | None = None
+    path: str | None = None
 
 
 @dataclass
@@ -147,7 +148,7 @@ class Planner:
         while needed:
             if len(needed) > MOST or len(stages) > MOST:
                 raise Uncut("its parts exchange too many values")
-            last, *others = sorted(needed, key=self.order.__getitem__, reverse=True)
+            last, *others = sorted(needed, reverse=True)
             axes = () if is_list(last) else axes_of(last)
             cut = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
             if cut:
@@ -260,7 +261,7 @@ class Planner:
     def finish(self, stage: Stage) -> set[fx.Node]:
         """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices. Returns the saved
         values, from which `before` computes the inputs."""
-        stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
+        stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes)}
         before, bases = set[fx.Node](), set[fx.Node]()
         todo, shown = list(stage.inputs), collections.Counter()  # bytes of each value that the views of it show
         for node in stage.inputs:
@@ -286,7 +287,7 @@ class Planner:
                 todo += node.all_input_nodes
             else:
                 bases.add(node)
-        stage.before = sorted(before, key=self.order.__getitem__)
+        stage.before = sorted(before)
         readers = {source: node for node in stage.nodes for source in node.all_input_nodes if source in stage.nodes}
         for source, node in readers.items():
             if source not in stage.results:

@@ -169,7 +169,7 @@ SEGMENTS = [
     Fault(
         "slices: the gradient of an input is that of its last slice",
         "ckptkern/segments/slices.py",
-        "if «task not in self.wholes»: self.wholes[task] =",
+        "if «(task, i) not in ctx.wholes»: ctx.wholes[task, i] =",
         "True",
         ("tests/segments/test_axes.py -k whole",),
     ),
