@@ -317,13 +317,12 @@ class _Unreadable(TorchDispatchMode):
         kwargs, views = kwargs or {}, []
         for value in tree_leaves((args, kwargs)):
             if (entry := self.changed.get(id(value))) is not None:
-                parameters = func._schema.arguments
-                arguments = [
-                    *zip(parameters, args, strict=False),
-                    *((parameter, kwargs[parameter.name]) for parameter in parameters if parameter.name in kwargs),
-                ]
+                arguments = (
+                    dict(zip((parameter.name for parameter in func._schema.arguments), args, strict=False)) | kwargs
+                )
                 # an op that only writes or views the tensor does not read it; a later op may, also through the view
-                if any(parameter.alias_info is None for parameter, argument in arguments if argument is value):
+                reads = (parameter.name for parameter in func._schema.arguments if parameter.alias_info is None)
+                if any(arguments.get(name) is value for name in reads):
                     tensor, module, name, now, then = entry
                     described = "a tensor that the function captures"
                     if module is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
 import itertools
 import math
 import re
@@ -21,11 +20,7 @@ from ..memory import counting, format_size, parse_size, storages_of
 from .checkpoint import checkpoint
 from .reachable import caching_nothing
 
-OPTIONS = {
-    name
-    for name, parameter in inspect.signature(checkpoint).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
+OPTIONS = frozenset(checkpoint.__kwdefaults__)
 _ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
 Segments = int | str | Callable[[str, Callable], bool]
 

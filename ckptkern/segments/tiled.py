@@ -129,18 +129,16 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
     tokens = x.shape[dim]
     if chunks is not None or tokens <= FLOOR:
         return max(1, -(-tokens // (chunks or 1)))
-    known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
-    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    training = fn.training if isinstance(fn, nn.Module) else None
-    key = (shape, dim, x.dtype, x.requires_grad, x.device.type, autocast_dtype(x), training)
+    is_module = isinstance(fn, nn.Module)
+    known, rest = _measured.setdefault(fn, {}) if is_module else {}, x.shape[dim + 1 :]
+    key = (x.shape[:dim], rest, x.dtype, x.requires_grad, x.device.type, autocast_dtype(x), is_module and fn.training)
     if key not in known:
         sizes = []
         try:
             for n in (FLOOR, 2 * FLOOR):
                 with on_fakes(), _no_cast_cache():
-                    wide = (*x.shape[:dim], n, *x.shape[dim + 1 :])
-                    probe = torch.empty(wide, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
-                    output, saved = saved_by(forward, probe)
+                    probe = torch.empty((*x.shape[:dim], n, *rest), dtype=x.dtype, device=x.device)
+                    output, saved = saved_by(forward, probe.requires_grad_(x.is_floating_point()))
                     returned = storages_of([output] if isinstance(output, Tensor) else [])
                     sizes.append(sum((saved | returned).values()))
         except _NOT_FAKEABLE as error:

@@ -57,10 +57,6 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def memory_of(x: Tensor) -> tuple | None:
-    return (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) if is_plain(x) else None
-
-
 def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
     """Copies x outside of the caller's modes. Copies of tensors on one small storage share memory as the tensors do. copies:
     the copies, by id, with their originals, so that the ids are not reused."""
@@ -100,7 +96,10 @@ def exchangeable(space: Space, now: Any, then: Any) -> bool:
     is_resized = space.kind == "parameters" and now.shape != then.shape
     if is_resized or any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)):
         return False
-    return memory_of(now) is None or memory_of(now) != memory_of(then)
+    if not (is_plain(now) and is_plain(then)):
+        return True
+    was, given = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) for x in (now, then))
+    return was != given
 
 
 def are_scalars(values: Any) -> bool:
