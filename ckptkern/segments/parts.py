@@ -78,45 +78,6 @@ def run(
     return target(*args, **kwargs)
 
 
-def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[Any]:
-    """Returns a stage's results for `count` entries. parts: its inputs."""
-    inputs = {
-        (node, axis): part if axis is None else axis.flat(part)
-        for (node, axis), part in zip(stage.reads, parts, strict=True)
-    }
-    computed: dict[fx.Node, Any] = {}
-    if stage.inside is not None:
-        placeholders, stages, ends = stage.inside
-        computed.update(zip(placeholders, inputs.values(), strict=True))
-        for inner in stages:
-            run_stage(inner, computed, modules)
-        return [computed[node] for node in ends]
-
-    def value(source: fx.Node) -> Any:
-        return computed[source] if source in computed else inputs[source, axes[source]]
-
-    for node, cut in stage.nodes.items():
-        axes, call = dict(cut.inputs), node.meta.get("call")
-        # casts are in the graph; a fused layer inside is a stage of its own
-        with own_modes() if call else torch._C._DisableAutocast():
-            if call is None:
-                computed[node] = run(node, value, cut.sizes, count)
-            else:
-                tensors, parameters = ([value(source) for source in sources] for sources in node.args[:2])
-                args, kwargs = filled(call.arguments, tensors)
-                if call.path is None:
-                    result = call.run(*args, **kwargs)
-                else:  # computes with these parameters in place of the module's own
-                    module = modules[call.path]
-                    names = [name for name, _ in module.named_parameters()] if parameters else []
-                    with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
-                        result = module.forward(*args, **kwargs)
-                computed[node] = taken(result)[0]
-        for source in stage.last.get(node, ()):
-            del computed[source]
-    return [computed[node] for node in stage.results]
-
-
 def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
     """Computes a stage's results from `values` and adds them to it."""
     inner = dict(values)
@@ -129,7 +90,44 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
         whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return whole if all(like.stride()) else torch.empty_like(whole)  # not an expanded tensor
 
-    compute = functools.partial(_computed, stage, modules)
+    def compute(count: int, *parts: Any) -> list[Any]:
+        """Returns the results for `count` entries. parts: the inputs."""
+        inputs = {
+            (node, axis): part if axis is None else axis.flat(part)
+            for (node, axis), part in zip(stage.reads, parts, strict=True)
+        }
+        computed: dict[fx.Node, Any] = {}
+        if stage.inside is not None:
+            placeholders, stages, ends = stage.inside
+            computed.update(zip(placeholders, inputs.values(), strict=True))
+            for part in stages:
+                run_stage(part, computed, modules)
+            return [computed[node] for node in ends]
+
+        def value(source: fx.Node) -> Any:
+            return computed[source] if source in computed else inputs[source, axes[source]]
+
+        for node, cut in stage.nodes.items():
+            axes, call = dict(cut.inputs), node.meta.get("call")
+            # casts are in the graph; a fused layer inside is a stage of its own
+            with own_modes() if call else torch._C._DisableAutocast():
+                if call is None:
+                    computed[node] = run(node, value, cut.sizes, count)
+                else:
+                    tensors, parameters = ([value(source) for source in sources] for sources in node.args[:2])
+                    args, kwargs = filled(call.arguments, tensors)
+                    if call.path is None:
+                        result = call.run(*args, **kwargs)
+                    else:  # computes with these parameters in place of the module's own
+                        module = modules[call.path]
+                        names = [name for name, _ in module.named_parameters()] if parameters else []
+                        with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
+                            result = module.forward(*args, **kwargs)
+                    computed[node] = taken(result)[0]
+            for source in stage.last.get(node, ()):
+                del computed[source]
+        return [computed[node] for node in stage.results]
+
     if stage.axes:
         results = in_slices(
             lambda count: functools.partial(compute, count),

@@ -76,7 +76,7 @@ class Segment(SavedTensors):
         draws = self.state.draws
         if draws:
             self.state.record()
-        push_hooks(_summed(self.checksums, self.pack), unpack_saved)
+        push_hooks(self.pack if self.checksums is None else self.checksums.hook(self.pack), unpack_saved)
         try:
             returned = False
             with _NOTHING if context is None else context:
@@ -166,7 +166,7 @@ class Segment(SavedTensors):
         unreadable = self.enter(self.state)
         try:
             torch._C._set_grad_enabled(True)
-            push_hooks(_summed(checksums, run.pack), _identity)
+            push_hooks(run.pack if checksums is None else checksums.hook(run.pack), _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
                     torch._disable_dynamo(self.run)(args, kwargs, unreadable)
@@ -286,18 +286,6 @@ def _identity(x: Tensor) -> Tensor:
     return x  # a function of this module, by which RECOMPUTING recognises a recompute's hooks
 
 
-def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook that packs, and adds each tensor to the checksums."""
-    if checksums is None:
-        return pack
-
-    def add_and_pack(x: Tensor) -> Any:
-        checksums.add(x)
-        return pack(x)
-
-    return add_and_pack
-
-
 _NOTHING = contextlib.nullcontext()  # reusable
 
 
@@ -359,12 +347,18 @@ class _Checksums:
         self.waiting: list[Tensor] = []
         self.op = -1  # the op of the waiting tensors
 
-    def add(self, x: Tensor) -> None:
-        op = torch._C._autograd._get_sequence_nr()
-        if op != self.op:
-            self.all()
-        self.waiting.append(x)
-        self.op = op
+    def hook(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Returns a hook that packs, and adds each tensor."""
+
+        def add_and_pack(x: Tensor) -> Any:
+            op = torch._C._autograd._get_sequence_nr()
+            if op != self.op:
+                self.all()
+            self.waiting.append(x)
+            self.op = op
+            return pack(x)
+
+        return add_and_pack
 
     def all(self) -> list[Tensor]:
         with _disable_current_modes():  # a selective policy would record these ops

@@ -64,7 +64,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         raise TypeError(f"segments: expected an nn.Sequential or a list of layers, but found {kind}")
     names, layers = _named(functions)
     count = len(layers)
-    starts = None
+    starts = every = None
     text = segments if isinstance(segments, str) else ""
     if text == "sqrt":
         number = max(1, round(math.sqrt(count)))
@@ -73,13 +73,13 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         if not 1 <= segments <= max(count, 1):
             raise ValueError(f"segments must lie between 1 and the number of layers, {count}, but is {segments}")
         starts = [i * (count // segments) for i in range(segments)]
-    if starts is not None:
-        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise([*starts, count])]
-    if every := re.fullmatch(r"every (\d+)", text):
+    elif every := re.fullmatch(r"every (\d+)", text):
         step = int(every[1])
         if step < 1:
             raise ValueError(f"segments must be 'every k' with k at least 1, but is {segments!r}")
-        return [Part(i, min(i + step, count), True) for i in range(0, count, step)]
+        starts = [*range(0, count, step)]
+    if starts is not None:
+        return [Part(start, stop, bool(every) or stop < count) for start, stop in itertools.pairwise([*starts, count])]
     if (budget := parse_size(text)) is not None:
         if input is None:
             raise ValueError(f"segments={segments!r} is a bound in bytes, which needs an input to measure with")

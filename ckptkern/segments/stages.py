@@ -120,6 +120,12 @@ def bytes_of(node: fx.Node) -> int:
     return ASSUMED * size if name_of(node) == "part" and node.args[3] == "tokens" else size
 
 
+def call_of(node: fx.Node) -> fx.Node | None:
+    """Returns the call that the node is a result of, or None."""
+    source = node.args[0] if name_of(node) == "getitem" else node
+    return source if name_of(source) == "part" else None
+
+
 class Planner:
     """Cuts a graph into stages, from its end backwards."""
 
@@ -155,30 +161,24 @@ class Planner:
                 best = max(cut, key=lambda stage: (stage.cost, stage.n))
                 stage = functools.reduce(self.joined, others[:JOINED], best)
                 stage.results = [node for node in needed if node in stage.nodes]
-            else:
-                stage = self.whole(last, needed)
+            else:  # one operator that is not cut, or a call and all its results
+                call = call_of(last)
+                results = [node for node in needed if node is last or (call and call_of(node) is call)]
+                stage = Stage(results=results)
+                for node in (call or last, *results):
+                    stage.nodes[node] = Cut([(source, None) for source in node.all_input_nodes])
+                stage.inputs = {
+                    source: {None}
+                    for node in stage.nodes
+                    for source in node.all_input_nodes
+                    if source not in stage.nodes
+                }
             bases = self.finish(stage)
             stages.append(stage)
             self.placed.update(stage.nodes)
             needed.difference_update(stage.results)
             needed |= bases - self.ready
         return stages[::-1]
-
-    def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
-        """Returns a stage with one operator that is not cut, or with a call and all its results."""
-
-        def call_of(node: fx.Node) -> fx.Node | None:
-            source = node.args[0] if name_of(node) == "getitem" else node
-            return source if name_of(source) == "part" else None
-
-        call = call_of(last)
-        results = [node for node in needed if node is last or (call and call_of(node) is call)]
-        nodes = dict.fromkeys((call or last, *results))
-        stage = Stage(
-            nodes={node: Cut([(source, None) for source in node.all_input_nodes]) for node in nodes}, results=results
-        )
-        stage.inputs = {source: {None} for node in nodes for source in node.all_input_nodes if source not in nodes}
-        return stage
 
     def base_of(self, node: fx.Node) -> fx.Node:
         """Returns the base of a view, through all views; else the node itself."""

@@ -117,37 +117,7 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-# -- how long a chunk is ----------------------------------------------------------------------------------------------
-
-
 _measured: weakref.WeakKeyDictionary[nn.Module, dict[tuple, int]] = weakref.WeakKeyDictionary()
-
-
-def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
-    """Returns the tokens of a chunk: by `chunks`, or as many as fit the workspace. A token's transients beside x, dx, y and dy
-    count as twice the bytes that fn saves and returns for it."""
-    tokens = x.shape[dim]
-    if chunks is not None or tokens <= FLOOR:
-        return max(1, -(-tokens // (chunks or 1)))
-    is_module = isinstance(fn, nn.Module)
-    known, rest = _measured.setdefault(fn, {}) if is_module else {}, x.shape[dim + 1 :]
-    key = (x.shape[:dim], rest, x.dtype, x.requires_grad, x.device.type, autocast_dtype(x), is_module and fn.training)
-    if key not in known:
-        sizes = []
-        try:
-            for n in (FLOOR, 2 * FLOOR):
-                with on_fakes(), _no_cast_cache():
-                    probe = torch.empty((*x.shape[:dim], n, *rest), dtype=x.dtype, device=x.device)
-                    output, saved = saved_by(forward, probe.requires_grad_(x.is_floating_point()))
-                    returned = storages_of([output] if isinstance(output, Tensor) else [])
-                    sizes.append(sum((saved | returned).values()))
-        except _NOT_FAKEABLE as error:
-            raise RuntimeError(
-                f"tiled: {_name(fn)} does not run on fake tensors, so the tokens that fit the workspace cannot be "
-                f"measured: pass chunks. The error was {type(error).__name__}: {error}"
-            ) from error
-        known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
-    return even(tokens, max(FLOOR, workspace // max(known[key], 1)))
 
 
 @contextlib.contextmanager
@@ -190,7 +160,37 @@ def run_in_chunks(
     if _is_transformed():
         return forward(x)
     tokens, axis = x.shape[dim], Axis(dim)
-    length = _length(fn, forward, x, chunks, dim, workspace)
+    length = max(1, -(-tokens // (chunks or 1)))
+    if (
+        chunks is None and tokens > FLOOR
+    ):  # as many as fit; transients beside x, dx, y and dy: twice what is saved and returned
+        is_module = isinstance(fn, nn.Module)
+        known, rest = _measured.setdefault(fn, {}) if is_module else {}, x.shape[dim + 1 :]
+        key = (
+            x.shape[:dim],
+            rest,
+            x.dtype,
+            x.requires_grad,
+            x.device.type,
+            autocast_dtype(x),
+            is_module and fn.training,
+        )
+        if key not in known:
+            sizes = []
+            try:
+                for n in (FLOOR, 2 * FLOOR):
+                    with on_fakes(), _no_cast_cache():
+                        probe = torch.empty((*x.shape[:dim], n, *rest), dtype=x.dtype, device=x.device)
+                        output, saved = saved_by(forward, probe.requires_grad_(x.is_floating_point()))
+                        returned = storages_of([output] if isinstance(output, Tensor) else [])
+                        sizes.append(sum((saved | returned).values()))
+            except _NOT_FAKEABLE as error:
+                raise RuntimeError(
+                    f"tiled: {_name(fn)} does not run on fake tensors, so the tokens that fit the workspace cannot be "
+                    f"measured: pass chunks. The error was {type(error).__name__}: {error}"
+                ) from error
+            known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)  # bytes of a token
+        length = even(tokens, max(FLOOR, workspace // max(known[key], 1)))
     if check:
         check_token_wise(fn, forward, x, dim, length)
     if parametrize._cache_enabled:
