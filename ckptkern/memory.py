@@ -111,10 +111,8 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
                 yield from dense_parts(part)
-    elif tensor.layout == torch.strided and tensor.is_nested:
-        yield tensor.detach().values()
     elif tensor.layout == torch.strided:
-        yield tensor
+        yield tensor.detach().values() if tensor.is_nested else tensor
         if state := getattr(tensor, "quant_state", None):  # bitsandbytes keeps its scales beside the tensor
             for part in (state, state.state2) if state.nested else (state,):
                 yield from (t for t in (part.absmax, part.code, part.offset) if isinstance(t, torch.Tensor))
@@ -175,9 +173,18 @@ def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterato
         # returning the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
         return (tensor.detach(), tensor._version) if hold else None
 
+    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                f"saved_tensors: a tensor of shape {tuple(tensor.shape)} needed for backward was changed in place after "
+                f"it was saved: it is at version {tensor._version}, version {version} was saved"
+            )
+        return tensor
+
     _counters.active.append(save)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         _counters.active.remove(save)
@@ -213,21 +220,8 @@ def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Ite
                 seen.add(key)
                 saved.tensors.append((part.shape, part.dtype, storage.nbytes()))
 
-    try:
-        with counting(save):
-            yield saved
-    finally:
-        seen.clear()
-
-
-def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError(
-            f"saved_tensors: a tensor of shape {tuple(tensor.shape)} needed for backward was changed in place after "
-            f"it was saved: it is at version {tensor._version}, version {version} was saved"
-        )
-    return tensor
+    with counting(save):
+        yield saved
 
 
 @dataclass

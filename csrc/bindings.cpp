@@ -263,39 +263,10 @@ PyObject* precision_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   return call<Precision, &Precision::exit>(self, nullptr);
 }
 
-PyObject* precision_autocast_dtype(PyObject* self, PyObject* args) {
-  const char* device_type = nullptr;
-  if (PyArg_ParseTuple(args, "s:autocast_dtype", &device_type) == 0) {
-    return nullptr;
-  }
-  return translated([&] { return py::cast(value_of<Precision>(self).autocast_dtype(device_type)).release().ptr(); });
-}
-
-PyObject* precision_fp32(PyObject* self, PyObject* args) {
-  const char *backend = nullptr, *op = nullptr;
-  if (PyArg_ParseTuple(args, "ss:fp32_precision", &backend, &op) == 0) {
-    return nullptr;
-  }
-  return translated([&] { return py::cast(value_of<Precision>(self).fp32_precision(backend, op)).release().ptr(); });
-}
-
-PyObject* precision_deterministic(PyObject* self, void*) {
-  return PyBool_FromLong(value_of<Precision>(self).deterministic());
-}
-
 PyMethodDef precision_methods[] = {
     {"__enter__", precision_enter, METH_NOARGS, nullptr},
     {"__exit__", reinterpret_cast<PyCFunction>(precision_exit), METH_FASTCALL, nullptr},
-    {"autocast_dtype",
-     precision_autocast_dtype,
-     METH_VARARGS,
-     "device type -> autocast's dtype there, None where it was off"},
-    {"fp32_precision", precision_fp32, METH_VARARGS, "(backend, op) -> 'ieee', 'tf32', ..."},
     {nullptr, nullptr, 0, nullptr}};
-
-PyGetSetDef precision_values[] = {
-    {"deterministic", precision_deterministic, nullptr, "torch.are_deterministic_algorithms_enabled() then", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyTypeObject precision_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
@@ -374,7 +345,6 @@ PyMethodDef segment_state_methods[] = {
 PyTypeObject segment_state_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 bool add_types(PyObject* module) {
-  precision_type.tp_getset = precision_values;
   segment_state_type.tp_getset = segment_state_values;
   return add_type<Precision>(module, precision_type, "ckptkern._C.Precision", make_precision, precision_methods) &&
       add_type<SegmentState>(

@@ -2,13 +2,13 @@
 
 #include <ATen/Context.h>
 #include <c10/core/DefaultDtype.h>
-#include <c10/core/Device.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 #include <c10/util/irange.h>
 
 #include <list>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 namespace ckptkern {
@@ -172,7 +172,6 @@ void write_attention_order(int8_t value) {
 
 constexpr std::size_t kCudaConv = 1;
 constexpr std::size_t kCudaRnn = 2;
-constexpr std::size_t kDeterministic = 11;
 constexpr std::array<Setting, kProcessSettings> kSettings = {{
     float32_setting<Float32Backend::CUDA, Float32Op::MATMUL>(),
     float32_setting<Float32Backend::CUDA, Float32Op::CONV>(),
@@ -194,17 +193,6 @@ constexpr std::array<Setting, kProcessSettings> kSettings = {{
     flag_setting<&at::Context::userEnabledOverrideableSDP, &at::Context::setSDPUseOverrideable>(),
     {read_attention_order, read_attention_order, write_attention_order},
 }};
-
-std::size_t float32_index(const std::string& backend, const std::string& op) {
-  TORCH_CHECK(
-      (backend == "cuda" || backend == "mkldnn") && (op == "matmul" || op == "conv" || op == "rnn"),
-      "fp32_precision: backend must be 'cuda' or 'mkldnn' and op 'matmul', 'conv' or 'rnn' but they are '",
-      backend,
-      "' and '",
-      op,
-      "'");
-  return (backend == "cuda" ? 0 : 3) + (op == "matmul" ? 0 : op == "conv" ? 1 : 2);
-}
 
 ProcessState current_process_state() {
   ProcessState state;
@@ -375,24 +363,6 @@ void Precision::exit() const {
   if (frame.debt) {
     ledger().exit(*frame.debt);
   }
-}
-
-std::optional<at::ScalarType> Precision::autocast_dtype(const std::string& device_type) const {
-  const at::DeviceType type = c10::Device(device_type).type();
-  for (const auto i : c10::irange(kDeviceTypes.size())) {
-    if (kDeviceTypes[i] == type && (autocast_.enabled >> i & 1) != 0) {
-      return autocast_.dtype[i];
-    }
-  }
-  return std::nullopt;
-}
-
-std::string Precision::fp32_precision(const std::string& backend, const std::string& op) const {
-  return at::precision2str(static_cast<Float32Precision>(process_[float32_index(backend, op)]));
-}
-
-bool Precision::deterministic() const {
-  return (process_[kDeterministic] & 1) != 0;
 }
 
 } // namespace ckptkern

@@ -5,8 +5,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
-#include <string>
 
 namespace ckptkern {
 
@@ -39,12 +37,6 @@ class Precision {
   void enter() const;
   // Raises unless this is the guard that this thread entered last.
   void exit() const;
-
-  // The dtype that autocast casts to on this device type; nullopt where autocast was off.
-  std::optional<at::ScalarType> autocast_dtype(const std::string& device_type) const;
-  // "ieee", "tf32", "bf16", ... for backend "cuda" or "mkldnn" and op "matmul", "conv" or "rnn".
-  std::string fp32_precision(const std::string& backend, const std::string& op) const;
-  bool deterministic() const;
 
  private:
   AutocastState autocast_;

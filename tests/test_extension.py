@@ -100,7 +100,8 @@ def test_what_others_may_write_is_not_loaded(open_to_all, monkeypatch, tmp_path)
         path.chmod(0o700)
     library = folder / "_C.so"
     library.touch(mode=0o700)
-    monkeypatch.setattr(extension, "imported", str)  # one process can load one
+    # one process can load one
+    monkeypatch.setattr(extension, "imported", lambda path: extension.Loaded(None, str(path)))
     assert extension.cached().why == str(library)
     {"the file": library, "its folder": folder, "the folder of all": folder.parent}[open_to_all].chmod(0o777)
     with pytest.raises(Unavailable, match="others may write"):
@@ -111,7 +112,8 @@ def test_a_wheel_for_another_torch_says_so(monkeypatch, tmp_path):
     (tmp_path / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
     monkeypatch.setattr(extension, "HERE", tmp_path / "state")
     monkeypatch.setenv("CKPTKERN_EXTENSION", "auto")
-    monkeypatch.setattr(extension, "imported", lambda path: types.SimpleNamespace(torch_version="2.9.1"))
+    other = types.SimpleNamespace(torch_version="2.9.1")
+    monkeypatch.setattr(extension, "imported", lambda _: extension.Loaded(other, ""))
     with pytest.raises(ImportError, match=r"was built for torch 2\.9\.1, and torch .* runs.*pip install"):
         extension.loaded()
 

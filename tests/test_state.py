@@ -459,20 +459,6 @@ def test_cast_weights_do_not_outlive_the_guard():
         weight.data.mul_(2)
 
 
-def test_snapshot_tells_what_it_holds():
-    matmul.fp32_precision = "tf32"
-    torch.use_deterministic_algorithms(True)
-    with torch.autocast("cpu", torch.bfloat16):
-        snapshot = Precision()
-    torch.use_deterministic_algorithms(False)
-    assert [snapshot.autocast_dtype(device) for device in ("cpu", "cuda")] == [torch.bfloat16, None]
-    assert snapshot.fp32_precision("cuda", "matmul") == "tf32"
-    assert snapshot.fp32_precision("mkldnn", "conv") == "ieee"
-    assert (snapshot.deterministic, Precision().deterministic) == (True, False)
-    with pytest.raises(RuntimeError, match="but they are 'cuda' and 'mul'"):
-        snapshot.fp32_precision("cuda", "mul")
-
-
 # -- observe -----------------------------------------------------------------------------------------------------------
 
 

@@ -75,35 +75,20 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple((value[0] if isinstance(value, (list, tuple)) else value).shape)
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
-    return list(dict.fromkeys(node.all_input_nodes))
-
-
 ALONG_DIM = ("select", "slice", "split", "split_with_sizes", "squeeze", "unbind")  # views along an argument `dim`
 GEMMS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 def name_of(node: fx.Node) -> str:
     """Returns the operator's name without its overload; "" for nodes that are not operators."""
-    name = node.meta.get("operator")
-    if name is None:
-        target = node.target
-        is_op = isinstance(target, torch._ops.OpOverload)
-        name = (
-            "" if node.op != "call_function" else target._schema.name.partition("::")[2] if is_op else target.__name__
-        )
-        node.meta["operator"] = name
-    return name
+    return getattr(node.target, "overloadpacket", node.target).__name__ if node.op == "call_function" else ""
 
 
 def followed(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    name, target = name_of(node), node.target
-    rule = RULES.get(name)
-    if rule is None:
-        if torch.Tag.pointwise not in getattr(target, "tags", ()):
-            return None
+    rule = RULES.get(name_of(node))
+    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _broadcast
-    cut = rule(node, axis, n)
+    cut = rule and rule(node, axis, n)
     # an operator that reads one tensor along two axes, as mm(x, x) does, would get the same slice for both
     return cut if cut and len(dict(cut.inputs)) == len(set(cut.inputs)) else None
 
@@ -132,32 +117,38 @@ def _dims(node: fx.Node, count: int) -> set[int]:
 
 def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Cuts an operator whose inputs are broadcast to the result's shape."""
-    size, inputs = shape_of(node)[axis.dim], tensors_of(node)
-    if any(
-        len(shape_of(source)) == len(shape_of(node)) and shape_of(source)[axis.dim] not in (1, size)
-        for source in inputs
-    ):
-        return None  # gather may leave out the end of its input
-    return Cut([_aligned(node, source, axis) for source in inputs])
+    return Cut([_aligned(node, source, axis) for source in node.all_input_nodes])
 
 
 def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts an operator that mixes entries along its argument `dim`."""
-    return None if axis.dim in _dims(node, len(shape_of(node))) else _broadcast(node, axis, n)
+    """Cuts an operator that mixes entries along its argument `dim`, which the result (sum) or inputs (stack) may lack."""
+    count = max(len(shape_of(tensor)) for tensor in (node, *node.all_input_nodes))
+    mixed = _dims(node, count)
+    others = [dim for dim in range(count) if dim not in mixed]
+    dim = axis.dim if len(shape_of(node)) == count else others[axis.dim]
+    if dim in mixed:
+        return None
+    inputs = list[tuple[fx.Node, Axis | None]]()
+    for source in node.all_input_nodes:
+        shape = shape_of(source)
+        at = dim if len(shape) == count else others.index(dim)
+        if 0 in shape:  # cat skips it
+            inputs.append((source, None))
+        elif shape[at] != shape_of(node)[axis.dim]:
+            return None  # gather may leave out the end of its input
+        else:
+            inputs.append((source, axis.at(at)))
+    return Cut(inputs)
 
 
-def _of_matrices(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts an operator of the last two dimensions."""
-    return _broadcast(node, axis, n) if axis.dim < len(shape_of(node)) - 2 else None
-
-
-def _norm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    return _broadcast(node, axis, n) if axis.dim < len(shape_of(node)) - len(node.args[1]) else None
-
-
-def _pad(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    pad, back = node.args[1], len(shape_of(node)) - 1 - axis.dim
-    return None if any(pad[2 * back : 2 * back + 2]) else _broadcast(node, axis, n)
+def _trailing(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    """Cuts an operator that mixes entries along its last dimensions, or that pads some."""
+    name, back = name_of(node), len(shape_of(node)) - axis.dim
+    if name == "constant_pad_nd":
+        is_mixed = any(node.args[1][2 * back - 2 : 2 * back])
+    else:
+        is_mixed = back <= (len(node.args[1]) if name.endswith("norm") else 2)
+    return None if is_mixed else _broadcast(node, axis, n)
 
 
 def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -165,7 +156,13 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     if node.target is aten.view.dtype:
         return None
     source, name = node.args[0], name_of(node)
-    shape, (strides, offset, of_source) = shape_of(source), _layout(node)
+    shape = shape_of(source)
+    if "layout" not in node.meta:  # of a view (of several, the first), and of its source
+        whole = torch.empty(shape, device="meta")
+        shown = node.target(whole, *node.args[1:], **node.kwargs)
+        shown = shown if isinstance(shown, Tensor) else shown[0]
+        node.meta["layout"] = shown.stride(), shown.storage_offset(), whole.stride()
+    strides, offset, of_source = node.meta["layout"]
     sizes = ((1, axis.dim, axis.outer * axis.inner),) if name in ("view", "_unsafe_view", "expand") else ()
     if strides[axis.dim] == 0:  # expanded
         return Cut([(source, None)], sizes)
@@ -186,16 +183,6 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return None
 
 
-def _layout(node: fx.Node) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Returns strides and offset of a view (of several, the first) of a contiguous tensor, and the tensor's strides."""
-    if "layout" not in node.meta:
-        source = torch.empty(shape_of(node.args[0]), device="meta")
-        shown = node.target(source, *node.args[1:], **node.kwargs)
-        shown = shown if isinstance(shown, Tensor) else shown[0]
-        node.meta["layout"] = shown.stride(), shown.storage_offset(), source.stride()
-    return node.meta["layout"]
-
-
 def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     source, repeats = node.args[:2]
     if repeats[axis.dim] == 1:
@@ -206,31 +193,11 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(source, None)], ((1, axis.dim, axis.outer * axis.inner),))
 
 
-def _stacked(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts stack and select_scatter, which have inputs without the dimension `dim`."""
-    count = len(shape_of(node))
-    (dim,) = _dims(node, count)
-    if dim == axis.dim:
-        return None
-    lacking = axis.at(axis.dim - (axis.dim > dim))
-    return Cut([(source, axis if len(shape_of(source)) == count else lacking) for source in tensors_of(node)])
-
-
-def _reduction(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    source = node.args[0]
-    count = len(shape_of(source))
-    gone = _dims(node, count)
-    if len(shape_of(node)) == count:
-        return None if axis.dim in gone else Cut([(source, axis)])
-    return Cut([(source, axis.at([dim for dim in range(count) if dim not in gone][axis.dim]))])
-
-
 def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Cuts mm and bmm, with or without a bias. Rows of weights are not cut: their gradient needs the whole input."""
-    name = name_of(node)
-    *bias, a, b = node.args[:3] if name in ("addmm", "baddbmm") else node.args[:2]
+    *bias, a, b = node.args[:3]
     added = [_aligned(node, tensor, axis) for tensor in bias]
-    if name in ("mm", "addmm"):
+    if len(shape_of(node)) == 2:
         return Cut([*added, (a, axis), (b, None)]) if axis.dim == 0 else None
     return Cut([*added, (a, axis if axis.dim < 2 else None), (b, axis if axis.dim != 1 else None)])
 
@@ -247,26 +214,26 @@ def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    """Cuts core attention of q, k, v [B, H, S, D] and a mask that is broadcast to [B, H, S, S]."""
-    q, k, v = node.args[:3]
-    masks = [mask for mask in tensors_of(node) if mask not in (q, k, v)]
-    cut = _by_heads([q, k, v], axis, n)
-    return cut and Cut(cut.inputs + [_aligned(node, mask, axis) for mask in masks])
-
-
-def _by_heads(tensors: list[fx.Node], axis: Axis, n: int) -> Cut | None:
+    """Cuts core attention of q, k, v [B, H, S, D], or another function of such tensors, and a mask that is broadcast to
+    [B, H, S, S]."""
     if axis.dim > 1:
         return None
-    parts = [divmod(shape_of(tensor)[axis.dim], axis.outer * n) for tensor in tensors]
-    if any(rest for _, rest in parts):
-        return None
-    return Cut([(tensor, axis._replace(inner=inner)) for tensor, (inner, _) in zip(tensors, parts, strict=True)])
+    by_heads, inputs = node.args[0] if name_of(node) == "part" else node.args[:3], list[tuple[fx.Node, Axis | None]]()
+    for tensor in node.all_input_nodes:
+        inner, rest = divmod(shape_of(tensor)[axis.dim], axis.outer * n)
+        if tensor not in by_heads:
+            inputs.append(_aligned(node, tensor, axis))
+        elif rest:
+            return None
+        else:
+            inputs.append((tensor, axis._replace(inner=inner)))
+    return Cut(inputs)
 
 
 def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
     """Cuts zeros(size), new_zeros(input, size) and other constant tensors."""
     place = int(name_of(node).startswith("new_"))
-    return Cut([(source, None) for source in tensors_of(node)], ((place, axis.dim, axis.outer * axis.inner),))
+    return Cut([(source, None) for source in node.all_input_nodes], ((place, axis.dim, axis.outer * axis.inner),))
 
 
 def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -290,7 +257,7 @@ def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     tensors, parameters, _, along = node.args
     shape = shape_of(node)
     if along == "heads":
-        return _by_heads(list(tensors), axis, n)
+        return _attention(node, axis, n)
     if along != "tokens" or axis.dim >= len(shape) - 1 or any(shape_of(x)[:-1] != shape[:-1] for x in tensors):
         return None
     return Cut([*((x, axis) for x in dict.fromkeys(tensors)), *((p, None) for p in dict.fromkeys(parameters))])
@@ -310,15 +277,12 @@ Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 # operators by torch's names; other operators that torch tags as pointwise are broadcast
 TABLE: dict[Rule, str] = {
     _broadcast: "clone _to_copy copy stopped zeros_like ones_like full_like empty_like masked_fill",
-    _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter",
-    _of_matrices: "tril triu linalg_solve_triangular",
-    _norm: "native_layer_norm _fused_rms_norm",
-    _pad: "constant_pad_nd",
+    _along: "cumsum cumprod logcumsumexp _softmax _safe_softmax _log_softmax gather cat flip slice_scatter stack "
+    "select_scatter sum mean amax amin max min var std logsumexp any prod linalg_vector_norm",
+    _trailing: "tril triu linalg_solve_triangular native_layer_norm _fused_rms_norm constant_pad_nd",
     _view: "view _unsafe_view expand permute transpose t unsqueeze squeeze select slice split split_with_sizes unbind alias "
     "detach",
     _repeat: "repeat",
-    _stacked: "stack select_scatter",
-    _reduction: "sum mean amax amin max min var std logsumexp any prod linalg_vector_norm",
     _gemm: "mm addmm bmm baddbmm",
     _convolution: "convolution",
     _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "

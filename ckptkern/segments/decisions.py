@@ -38,21 +38,14 @@ for _name in (*SELECTS, *INDICES, *COMPARES):
         if hasattr(_of, _form):
             _NAMES[getattr(_of, _form)] = _name
 
-_aten = torch.ops.aten
+# operators that decide -> torch's function
+DECIDES = {
+    getattr(getattr(torch.ops.aten, name), overload): getattr(torch, name)
+    for name in ("topk", "sort", *INDICES)
+    for overload in getattr(torch.ops.aten, name).overloads()
+}
 COMPILED = functools.partial(
-    create_selective_checkpoint_contexts,
-    [
-        _aten.topk.default,
-        _aten.sort.default,
-        _aten.sort.stable,
-        _aten.max.dim,
-        _aten.min.dim,
-        _aten.argmax.default,
-        _aten.argmin.default,
-        _aten.multinomial.default,
-        _aten.bucketize.Tensor,
-        _aten.searchsorted.Tensor,
-    ],
+    create_selective_checkpoint_contexts, [*DECIDES, torch.ops.aten.max.dim, torch.ops.aten.min.dim]
 )
 
 
@@ -173,8 +166,8 @@ class Decisions(TorchFunctionMode):
 LOOKS = hasattr(torch_checkpoint, "_current_user_saved_tensors_hooks")  # torch's own forward context knows hooks
 _Caching, _Holder = torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._VersionWrapper
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def with_hooks(contexts: tuple | None, respect: bool | None) -> tuple | None:
@@ -198,9 +191,9 @@ def _hooks_around() -> Hooks | None:
     regions = []
     while (hooks := _top_hooks(False)) is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING:
         regions.append(hooks)
-        _pop_hooks()
+        pop_hooks()
     for pair in reversed(regions):
-        _push_hooks(*pair)
+        push_hooks(*pair)
     return hooks
 
 
@@ -218,7 +211,7 @@ class _Hidden:
             return pack(x)
 
         internal._checkpoint_internal, internal._user_hooks = True, _hooks_around()
-        _push_hooks(internal, unpack)
+        push_hooks(internal, unpack)
         self.entered.append(internal)
         try:
             self.context.__enter__()
@@ -233,7 +226,7 @@ class _Hidden:
             self.leave()
 
     def leave(self) -> None:
-        _pop_hooks()
+        pop_hooks()
         del self.entered.pop()._user_hooks  # the graph holds `internal`, and the hooks might hold the graph
 
 

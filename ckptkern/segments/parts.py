@@ -8,28 +8,28 @@ its inputs, and recomputes each slice in backward. Values between stages are sto
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import Axis, argument, name_of, resized, shape_of, tensors_of
-from .decisions import INDICES
-from .recorded import Changed, Recording, as_before, filled, held_by, recorded, taken, traced_calls, unchanged
+from .axes import Axis, argument, name_of, resized, shape_of
+from .decisions import DECIDES
+from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged
 from .slices import in_slices
 from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 
@@ -44,12 +44,15 @@ _planning = threading.RLock()
 
 # -- running
 
-RESHAPED = (aten.view.default, aten._unsafe_view.default)  # a slice's layout may differ from the whole tensor's
-# replaced by torch's functions, which `decisions` sees: a recompute must make the same decisions
-DECIDES = {
-    getattr(getattr(aten, name), overload): getattr(torch, name)
-    for name in ("topk", "sort", *INDICES)
-    for overload in getattr(aten, name).overloads()
+# operators that run as another function. DECIDES: as torch's, which `decisions` sees: a recompute must decide the same
+RUNS = {
+    aten.view.default: aten.reshape.default,  # a slice's layout may differ from the whole tensor's
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.copy.default: lambda target, x, non_blocking=False: x.to(target.dtype).expand_as(
+        target
+    ),  # it has no derivative
+    torch.ops.ckptkern.stopped.default: Tensor.detach,
+    **DECIDES,
 }
 # operators whose fifth argument says whether backward follows
 FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
@@ -58,78 +61,26 @@ FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scal
 Modules = dict[str, nn.Module]
 
 
-def called(call: Call, tensors: list[Tensor], modules: Modules, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Runs a call. parameters: replace the module's own parameters, in their order."""
-    args, kwargs = filled(call.arguments, tensors)
-    if call.path is None:
-        result = call.run(*args, **kwargs)
-    else:
-        module = modules[call.path]
-        names = [name for name, _ in module.named_parameters()] if parameters else []
-        with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
-            result = module.forward(*args, **kwargs)
-    return taken(result)[0]
-
-
 def run(
     node: fx.Node, value: Callable[[fx.Node], Any], sizes: Iterable[tuple[int, int | None, int]] = (), count: int = 0
 ) -> Any:
     """Runs an operator on a slice of `count` entries. sizes: those of its `axes.Cut`."""
     args, kwargs = fx.map_arg((resized(node, sizes, count), node.kwargs), value)
-    if node.target is aten.copy.default:  # it has no derivative
-        return args[1].to(args[0].dtype).expand_as(args[0])
-    if node.target is torch.ops.ckptkern.stopped.default:
-        return args[0].detach()
-    target = aten.reshape.default if node.target in RESHAPED else DECIDES.get(node.target, node.target)
+    target = RUNS.get(node.target, node.target)
     if target in FOR_BACKWARD:
         args = [*args[:4], torch.is_grad_enabled(), *args[5:]]
     if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
         mask = kwargs.get("attn_mask")
         if mask is not None and mask.requires_grad:  # the operator has no gradient for masks
-            options = dict(zip(("dropout_p", "is_causal"), args[3:], strict=False))
-            options["enable_gqa"] = args[0].shape[1] != args[1].shape[1]
-            return aten._scaled_dot_product_attention_math.default(*args[:3], **options, **kwargs)
+            return aten._scaled_dot_product_attention_math.default(
+                *args[:3], mask, *args[3:], scale=kwargs.get("scale"), enable_gqa=True
+            )
     return target(*args, **kwargs)
-
-
-def _reads(stage: Stage) -> list[tuple[fx.Node, Axis | None]]:
-    return [(node, axis) for node, axes in stage.inputs.items() for axis in axes]
-
-
-def _computed(stage: Stage, modules: Modules, count: int, *parts: Any) -> list[Any]:
-    """Returns a stage's results for `count` entries. parts: its inputs."""
-    inputs = {
-        (node, axis): part if axis is None else axis.flat(part)
-        for (node, axis), part in zip(_reads(stage), parts, strict=True)
-    }
-    computed: dict[fx.Node, Any] = {}
-    if stage.inside is not None:
-        placeholders, stages, ends = stage.inside
-        computed.update(zip(placeholders, inputs.values(), strict=True))
-        for inner in stages:
-            run_stage(inner, computed, modules)
-        return [computed[node] for node in ends]
-
-    def value(source: fx.Node) -> Any:
-        return computed[source] if source in computed else inputs[source, axes[source]]
-
-    for node, cut in stage.nodes.items():
-        axes, call = dict(cut.inputs), stage.calls.get(node)
-        # casts are in the graph; a fused layer inside is a stage of its own
-        with own_modes() if call else torch._C._DisableAutocast():
-            if call:
-                tensors, parameters = ([value(source) for source in values] for values in node.args[:2])
-                computed[node] = called(call, tensors, modules, parameters)
-            else:
-                computed[node] = run(node, value, cut.sizes, count)
-        for source in stage.last.get(node, ()):
-            del computed[source]
-    return [computed[node] for node in stage.results]
 
 
 def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
     """Computes a stage's results from `values` and adds them to it."""
-    inner, reads = dict(values), _reads(stage)
+    inner = dict(values)
     with torch._C._DisableAutocast():
         for node in stage.before:
             inner[node] = run(node, inner.__getitem__)
@@ -139,11 +90,48 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
         whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return whole if all(like.stride()) else torch.empty_like(whole)  # not an expanded tensor
 
-    compute = functools.partial(_computed, stage, modules)
+    def compute(count: int, *parts: Any) -> list[Any]:
+        """Returns the results for `count` entries. parts: the inputs."""
+        inputs = {
+            (node, axis): part if axis is None else axis.flat(part)
+            for (node, axis), part in zip(stage.reads, parts, strict=True)
+        }
+        computed: dict[fx.Node, Any] = {}
+        if stage.inside is not None:
+            placeholders, stages, ends = stage.inside
+            computed.update(zip(placeholders, inputs.values(), strict=True))
+            for part in stages:
+                run_stage(part, computed, modules)
+            return [computed[node] for node in ends]
+
+        def value(source: fx.Node) -> Any:
+            return computed[source] if source in computed else inputs[source, axes[source]]
+
+        for node, cut in stage.nodes.items():
+            axes, call = dict(cut.inputs), node.meta.get("call")
+            # casts are in the graph; a fused layer inside is a stage of its own
+            with own_modes() if call else torch._C._DisableAutocast():
+                if call is None:
+                    computed[node] = run(node, value, cut.sizes, count)
+                else:
+                    tensors, parameters = ([value(source) for source in sources] for sources in node.args[:2])
+                    args, kwargs = filled(call.arguments, tensors)
+                    if call.path is None:
+                        result = call.run(*args, **kwargs)
+                    else:  # computes with these parameters in place of the module's own
+                        module = modules[call.path]
+                        names = [name for name, _ in module.named_parameters()] if parameters else []
+                        with _reparametrize_module(module, dict(zip(names, parameters, strict=True)), tie_weights=True):
+                            result = module.forward(*args, **kwargs)
+                    computed[node] = taken(result)[0]
+            for source in stage.last.get(node, ()):
+                del computed[source]
+        return [computed[node] for node in stage.results]
+
     if stage.axes:
         results = in_slices(
             lambda count: functools.partial(compute, count),
-            [(inner[node], axis) for node, axis in reads],
+            [(inner[node], axis) for node, axis in stage.reads],
             [stage.axes[node] for node in stage.results],
             stage.n,
             stage.length,
@@ -152,7 +140,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
             preserve_rng_state=False,
         )
     else:
-        results = compute(1, *(inner[node] for node, _ in reads))
+        results = compute(1, *(inner[node] for node, _ in stage.reads))
     values.update(zip(stage.results, results, strict=True))
 
 
@@ -171,18 +159,6 @@ class Plan:
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.stages))
-
-    def takes(self, node: fx.Node) -> bool:
-        """Removes an operator that changes a parameter by constants, such as a clamp of weights, from the graph. Returns
-        whether it could."""
-        of = changed = node.args[0]
-        while name_of(of) in ("detach", "alias"):
-            of = of.args[0]
-        if of.op != "get_attr" or self.held[of][1] != "_parameters" or node.users or tensors_of(node) != [changed]:
-            return False
-        self.writes.append((node, of))
-        node.graph.erase_node(node)
-        return True
 
 
 def _sizes(workspace: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list[int]]:
@@ -210,7 +186,7 @@ class Parts:
 
     def __init__(self, is_whole: bool = False) -> None:
         self.is_whole = is_whole
-        self.plans: collections.OrderedDict[Any, Plan | None] = collections.OrderedDict()
+        self.plans: dict[Any, Plan | None] = {}
         self.whole: dict[tuple, list[list[int]]] = {}  # sizes of calls that fit the workspace whole
         self.slices = self.changes = 0
         self.why = ""
@@ -224,11 +200,7 @@ class Parts:
         return not self.slices and any(all(map(operator.le, sizes, large)) for large in self.whole.get(kind, ()))
 
     def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
-        shared = [value for value in flat if isinstance(value, MutableMapping)]
-        if shared:
-            named = [_Shared(value) if isinstance(value, MutableMapping) else value for value in flat]
-            flat, spec = tree_flatten(tree_unflatten(named, spec))
+        flat, spec = tree_flatten(tree_map_only(MutableMapping, _Shared, (args, kwargs)))
         plan = None
         hooks = torch.nn.modules.module  # of all modules
         if not (
@@ -258,7 +230,8 @@ class Parts:
         for stage in plan.stages:
             run_stage(stage, values, modules)
         result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
-        for mapping, held in zip(shared, now, strict=True):
+        mappings = (value for value in tree_leaves((args, kwargs)) if isinstance(value, MutableMapping))
+        for mapping, held in zip(mappings, now, strict=True):
             mapping.update(held)
         return result
 
@@ -279,90 +252,59 @@ class Parts:
         key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
         with _planning:
             if key in self.plans:
-                self.plans.move_to_end(key)
                 return self.plans[key]
-            return self.planned(key, module, flat, spec, workspace)
-
-    def planned(self, key: Any, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-                plan = planned(module, flat, spec, workspace, self.slices)
-        except Changed as error:
-            plan, self.why, self.changes = None, str(error), self.changes + 1
-            if self.changes <= GROWTHS:
-                return None
-        except Exception as error:  # any error of a forward on fake tensors
-            plan, self.why = None, str(error) if isinstance(error, Uncut) else f"{type(error).__name__}: {error}"
-        self.plans[key] = plan
-        if len(self.plans) > PLANS:
-            self.plans.popitem(last=False)
-        return plan
-
-
-def samples(node: fx.Node) -> bool:
-    """Returns whether the operator samples random numbers. Attention without dropout does not."""
-    return torch.Tag.nondeterministic_seeded in node.target.tags and argument(node, "dropout_p") != 0
-
-
-def becomes_functional(node: fx.Node) -> bool:
-    """Replaces an in-place operator by its functional form and returns whether it could: only where nothing else reads the
-    tensor, as in torch's RMSNorm without a weight."""
-    changed, name = node.args[0], name_of(node).removesuffix("_")
-    other = getattr(getattr(aten, name, None), node.target._overloadname, None)
-    is_fresh = isinstance(changed.target, torch._ops.OpOverload) and not changed.target.is_view
-    is_alike = all(source.meta["val"].dtype == changed.meta["val"].dtype for source in tensors_of(node))
-    if other is None or other._schema.is_mutable or not (is_fresh and is_alike) or len(changed.users) > 1:
-        return False
-    node.target = other
-    del node.meta["operator"]
-    return True
-
-
-def graph_of_slice(stage: Stage, mode: FakeTensorMode) -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
-    """Returns the graph of a stage's first slice, its placeholders and its results."""
-    graph, placeholders, copies = fx.Graph(), {}, {}
-
-    def part(node: fx.Node, axis: Axis | None) -> Any:
-        value = node.meta["val"]
-        if axis is None:
-            return value
-        parts, size = [], shape_of(node)[axis.dim]
-        for tensor in value if is_list(node) else [value]:
-            if tensor.shape[axis.dim : axis.dim + 1] == (size,):
-                whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                tensor = FakeTensor(mode, torch.empty_like(axis.part(whole, 0, stage.length)), tensor.device)
-            parts.append(tensor)
-        return parts if is_list(node) else parts[0]
-
-    for node, axis in _reads(stage):
-        placeholders[node, axis] = graph.placeholder(node.name)
-        placeholders[node, axis].meta["val"] = part(node, axis)
-    for node, cut in stage.nodes.items():
-        axes = dict(cut.inputs)
-        copied = graph.node_copy(
-            node, lambda source, axes=axes: copies[source] if source in copies else placeholders[source, axes[source]]
-        )
-        copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
-        copies[node] = copied
-    ends = [copies[node] for node in stage.results]
-    graph.output(ends)
-    return graph, [*placeholders.values()], ends
+            plan = None
+            try:
+                with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                    plan = planned(module, flat, spec, workspace, self.slices)
+            except Changed as error:
+                self.why, self.changes = str(error), self.changes + 1
+                if self.changes <= GROWTHS:
+                    return None
+            except Exception as error:  # any error of a forward on fake tensors
+                self.why = str(error) if isinstance(error, Uncut) else f"{type(error).__name__}: {error}"
+            self.plans[key] = plan
+            if len(self.plans) > PLANS:
+                del self.plans[next(iter(self.plans))]
+            return plan
 
 
 def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth: int = 0, times: int = 1) -> None:
     """Cuts slices that do not fit the workspace into stages of their own. times: how often the stages run."""
     for stage in stages:
         fits = 2 * stage.cost * stage.length <= workspace * stage.n
-        if fits or not stage.axes or stage.calls or stage.n % stage.length or depth == DEPTH:
+        calls = any("call" in node.meta for node in stage.nodes)
+        if fits or calls or not stage.axes or stage.n % stage.length or depth == DEPTH:
             continue
-        graph, placeholders, ends = graph_of_slice(stage, mode)
+        graph, placeholders, copies = fx.Graph(), {}, {}
+
+        def part(node: fx.Node, axis: Axis | None, stage: Stage = stage) -> Any:
+            """Returns fake tensors like a slice of the node's result."""
+            value = node.meta["val"]
+            if axis is None:
+                return value
+            parts, size = [], shape_of(node)[axis.dim]
+            for tensor in value if is_list(node) else [value]:
+                if tensor.shape[axis.dim : axis.dim + 1] == (size,):
+                    tensor = torch.empty_like(axis.part(mode.from_tensor(tensor), 0, stage.length))
+                parts.append(tensor)
+            return parts if is_list(node) else parts[0]
+
+        for node, axis in stage.reads:
+            placeholders[node, axis] = graph.placeholder(node.name)
+            placeholders[node, axis].meta["val"] = part(node, axis)
+        for node, cut in stage.nodes.items():
+            inputs = {source: copies.get(source) or placeholders[source, axis] for source, axis in cut.inputs}
+            copies[node] = copied = graph.node_copy(node, inputs.__getitem__)
+            copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes[node])}
+        ends = [copies[node] for node in stage.results]
+        graph.output(ends)
         within = times * stage.n // stage.length
-        planner = Planner(graph, [], workspace, times=within)
         with contextlib.suppress(Uncut):
-            inner = planner.plan()
+            inner = Planner(graph, workspace, times=within).plan()
             plan_inside(inner, mode, workspace, depth + 1, within)
             if len(inner) > 1:
-                stage.inside = placeholders, inner, ends
+                stage.inside = [*placeholders.values()], inner, ends
 
 
 def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
@@ -382,31 +324,58 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         result, plan.spec = tree_flatten((result, shared))
         return result
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with as_before(module), unchanged(module), traced_calls(module) as tracing:
-        graph_module = recorded(
-            torch.func.functionalize(forward), [mode.from_tensor(tensor.detach()) for tensor in inputs]
-        )
-        held = held_by(module)
-    plan.inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    for node in list(graph_module.graph.nodes):
+    mode, calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
+    with unchanged(module), traced_calls(calls):
+        fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
+        functional = torch.func.functionalize(forward)
+        graph_module = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        paths = {m: path for path, m in module.named_modules()}
+        held = {
+            id(value): (path, kind, name)
+            for m, path in paths.items()
+            for kind in ("_parameters", "_buffers")
+            for name, value in getattr(m, kind).items()
+        }
+    graph = graph_module.graph
+    graph.eliminate_dead_code()
+    plan.inputs = graph.find_nodes(op="placeholder")
+    for node in list(graph.nodes):
+        name, target = name_of(node), node.target
+        if name == "part":
+            node.meta["call"] = call = calls[node.args[2]]
+            call.path, call.module = paths.get(call.module), None
         if node.op == "get_attr":
-            value = getattr(graph_module, node.target)
+            value = getattr(graph_module, target)
             plan.held[node] = held.get(id(value), value)
             # torch.tensor(0.5) in a forward is copied before it is read
             if id(value) not in held and any(name_of(user) != "lift_fresh_copy" for user in node.users):
                 raise Uncut("its forward reads a tensor that is neither a parameter nor a buffer")
             node.meta["val"] = value
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if name_of(node).startswith("as_strided"):
-                raise Uncut("its forward reads memory by strides (as_strided)")
-            if node.target._schema.is_mutable and (plan.takes(node) or becomes_functional(node)):
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        if name.startswith("as_strided"):
+            raise Uncut("its forward reads memory by strides (as_strided)")
+        if target._schema.is_mutable:
+            changed = of = node.args[0]
+            while name_of(of) in ("detach", "alias"):
+                of = of.args[0]
+            # a parameter by constants, as in a clamp of weights
+            is_parameter = of.op == "get_attr" and plan.held[of][1] == "_parameters"
+            if is_parameter and not node.users and node.all_input_nodes == [changed]:
+                plan.writes.append((node, of))
+                graph.erase_node(node)
                 continue
-            if samples(node) or node.target._schema.is_mutable:
-                raise Uncut(f"{node.target} cannot run in slices")
-    planner = Planner(graph_module.graph, tracing.calls, workspace, slices)
-    plan.output, plan.stages = planner.output, planner.plan()
+            other = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+            # nothing else reads the tensor, as in torch's RMSNorm without a weight
+            is_fresh = isinstance(changed.target, torch._ops.OpOverload) and not changed.target.is_view
+            is_alike = all(source.meta["val"].dtype == changed.meta["val"].dtype for source in node.all_input_nodes)
+            if other is None or other._schema.is_mutable or not (is_fresh and is_alike) or len(changed.users) > 1:
+                raise Uncut(f"{target} cannot run in slices")
+            node.target = other
+        elif torch.Tag.nondeterministic_seeded in target.tags and argument(node, "dropout_p") != 0:  # samples
+            raise Uncut(f"{target} cannot run in slices")
+    plan.output, plan.stages = graph.output_node(), Planner(graph, workspace, slices).plan()
     if not slices:
         plan_inside(plan.stages, mode, workspace)
-    plan.cost = sum(bytes_of(node) for node in graph_module.graph.nodes if node.op == "call_function")
+    plan.cost = sum(bytes_of(node) for node in graph.nodes if node.op == "call_function")
     return plan

@@ -14,22 +14,12 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .stages import Call, Form, Uncut
-
-
-class _Tracing:
-    """Collects the calls that become one operator while a forward is recorded."""
-
-    def __init__(self, root: nn.Module):
-        self.paths = {m: path for path, m in root.named_modules()}
-        self.calls: list[Call] = []
-
 
 _local = threading.local()
 
@@ -39,18 +29,18 @@ class Place(int):
 
 
 @contextlib.contextmanager
-def traced_calls(root: nn.Module | None) -> Iterator[_Tracing | None]:
-    """Collects such calls inside. root: the module that is recorded; None: nothing is collected."""
-    before, _local.tracing = getattr(_local, "tracing", None), None if root is None else _Tracing(root)
+def traced_calls(calls: list[Call] | None) -> Iterator[None]:
+    """Collects the calls that become one operator inside. None: nothing is collected."""
+    before, _local.calls = getattr(_local, "calls", None), calls
     try:
-        yield _local.tracing
+        yield
     finally:
-        _local.tracing = before
+        _local.calls = before
 
 
 def is_traced() -> bool:
     """Returns whether a forward is recorded in this thread."""
-    return getattr(_local, "tracing", None) is not None
+    return getattr(_local, "calls", None) is not None
 
 
 def traced_call(
@@ -61,11 +51,10 @@ def traced_call(
     tensors, form = taken((args, kwargs))
     if any(isinstance(leaf, MutableMapping) for leaf in form[0]):
         raise Uncut("its forward passes a mapping to a submodule")
-    tracing = _local.tracing
-    call = Call(None if module is None else tracing.paths[module], form, forward)
-    tracing.calls.append(call)
+    call = Call(module, form, forward)
+    _local.calls.append(call)
     parameters = [] if module is None or along == "nothing" else list(module.parameters())
-    results = torch.ops.ckptkern.part(tensors, parameters, len(tracing.calls) - 1, along)
+    results = torch.ops.ckptkern.part(tensors, parameters, len(_local.calls) - 1, along)
     return filled(call.result, results)
 
 
@@ -89,7 +78,7 @@ _library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str alon
 
 @torch.library.register_fake("ckptkern::part", lib=_library)
 def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
-    call = _local.tracing.calls[place]
+    call = _local.calls[place]
     args, kwargs = filled(call.arguments, tensors)
     with traced_calls(None), torch._C.DisableTorchFunction():
         results, call.result = taken(call.run(*args, **kwargs))
@@ -101,59 +90,39 @@ _library.define("stopped(Tensor x) -> Tensor")
 torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
 
 
-@contextlib.contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
-    """Restores call counts, and silences logs of operators that do not run on fake tensors."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
-        for calls, before in counts:
-            calls.update(before)
-
-
 class Changed(Uncut):
     """Raised if a forward changes the state of modules."""
 
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restores attributes, buffers and containers of modules afterwards, and raises Changed if the block changed them."""
+    """Restores attributes, buffers, containers and call counts of modules afterwards, and raises Changed if the block changed
+    more than counts. Silences logs of operators that do not run on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    counts = [(f.calls, dict(f.calls)) for m in module.modules() if hasattr(f := vars(m).get("forward"), "calls")]
     held = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
-    held += [
-        container for m in module.modules() for container in vars(m).values() if type(container) in (list, dict, set)
-    ]
+    held += [d for m in module.modules() for d in vars(m).values() if type(d) in (list, dict, set)]
     before = [(container, copy.copy(container)) for container in held]
-    counters = [(b, b.clone(), b._version) for b in module.buffers()]  # a recording does write into buffers
+    buffers = [(b, b.clone(), b._version) for b in module.buffers()]  # a recording does write into buffers
+    was, log.disabled, changed = log.disabled, True, False
     try:
         yield
     finally:
-        changed = False
-        for container, was in before:
-            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, was))
+        log.disabled = was
+        for calls, count in counts:
+            calls.update(count)
+        for container, old in before:
+            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, old))
             if len(now) != len(then) or not all(map(operator.is_, now, then)):
                 changed = True
                 container.clear()
-                (container.extend if isinstance(container, list) else container.update)(was)
-        for buffer, value, version in counters:
+                (container.extend if isinstance(container, list) else container.update)(old)
+        for buffer, value, version in buffers:
             if buffer._version != version:
                 changed = True
                 buffer.copy_(value)
     if changed:
         raise Changed("its forward changes what a module stores")
-
-
-def held_by(module: nn.Module) -> dict[int, tuple[str, str, str]]:
-    """Returns (path of the module, name of its dict, name in the dict) of parameters and buffers, by id."""
-    return {
-        id(value): (path, kind, name)
-        for path, m in module.named_modules()
-        for kind in ("_parameters", "_buffers")
-        for name, value in getattr(m, kind).items()
-    }
 
 
 def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -186,10 +155,3 @@ class Recording(TorchFunctionMode):
         return tree_map_only(
             Tensor, lambda tensor: torch.ops.ckptkern.stopped(tensor) if tensor.is_floating_point() else tensor, result
         )
-
-
-def recorded(forward: Callable, inputs: list[Tensor]) -> fx.GraphModule:
-    """Records a function of fake tensors as a graph."""
-    graph_module = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    graph_module.graph.eliminate_dead_code()
-    return graph_module

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import types
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
@@ -34,12 +33,11 @@ from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.gradients import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
-from .decisions import saved_decisions
+from .decisions import pop_hooks, push_hooks, saved_decisions
 from .reachable import cached_weights, caching, reachable_of
 
+_TIP = getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
 HELD = -1  # the key of a recompute that later passes read too; csrc/saved_tensors.cpp
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class _Stop(Exception):
@@ -78,23 +76,20 @@ class Segment(SavedTensors):
         draws = self.state.draws
         if draws:
             self.state.record()
-        _push_hooks(_summed(self.checksums, self.pack), unpack_saved)
+        push_hooks(self.pack if self.checksums is None else self.checksums.hook(self.pack), unpack_saved)
         try:
-            if context is None:
+            returned = False
+            with _NOTHING if context is None else context:
                 result = function(*args, **kwargs)
-            else:
-                returned = False
-                with context:
-                    result = function(*args, **kwargs)
-                    returned = True
-                if not returned:
-                    raise RuntimeError(
-                        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
-                        "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
-                        "for a failed forward."
-                    )
+                returned = True
+            if not returned:
+                raise RuntimeError(
+                    "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+                    "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
+                    "for a failed forward."
+                )
         finally:
-            _pop_hooks()
+            pop_hooks()
             if draws:
                 self.state.stop()
         self.completed = True
@@ -106,23 +101,19 @@ class Segment(SavedTensors):
 
     # -- backward
 
-    def key(self) -> int:
-        """Returns a key of the current backward pass. Passes of a group share a key; outside a pass each read has its own."""
-        group = torch._C._get_graph_exec_group()
-        if group is None:
-            task = torch._C._current_graph_task_id()
-            return task if task != -1 else -2 - len(self.done)
-        return next((key for key, value in self.done.items() if value is group), -2 - len(self.done))
-
     def unpack(self, saved: Placeholder) -> Tensor:
         try:
             with self.lock:
                 if (value := self.held(saved)) is not None:
                     return value
-                key = self.key()
+                # passes of a group share a key; outside a pass each read has its own
+                group, key = torch._C._get_graph_exec_group(), torch._C._current_graph_task_id()
+                if group is not None:
+                    key = next((key for key, value in self.done.items() if value is group), -1)
+                key = -2 - len(self.done) if key == -1 else key
                 if key not in self.done:
                     self.device = self.recompute(key)
-                    self.done[key] = torch._C._get_graph_exec_group()
+                    self.done[key] = group
                     if is_first_of_several() and self.leaves_out():
                         # this pass computes a part of a retained graph's gradients: later passes read its recomputed tensors,
                         # if there is room (`split_backward`)
@@ -134,17 +125,13 @@ class Segment(SavedTensors):
             value = saved.take(key)
             if value is None:
                 extra = (
-                    ""
-                    if self.done[key] is None
-                    else (
-                        "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                        "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
-                    )
+                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                    "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
                 )
                 raise CheckpointError(
                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
-                    f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
-                    "please open an issue with details on your use case."
+                    f"{extra if self.done[key] else ''}If you are calling ctx.saved_tensors in backward, make sure to do so "
+                    "only once. Otherwise please open an issue with details on your use case."
                 )
             return value
         except CheckpointError as error:
@@ -179,7 +166,7 @@ class Segment(SavedTensors):
         unreadable = self.enter(self.state)
         try:
             torch._C._set_grad_enabled(True)
-            _push_hooks(_summed(checksums, run.pack), _identity)
+            push_hooks(run.pack if checksums is None else checksums.hook(run.pack), _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
                     torch._disable_dynamo(self.run)(args, kwargs, unreadable)
@@ -188,7 +175,7 @@ class Segment(SavedTensors):
             except _Stop:
                 pass
             finally:
-                _pop_hooks()
+                pop_hooks()
             self.compare(run)
         except BaseException:
             self.drop(key)
@@ -200,7 +187,12 @@ class Segment(SavedTensors):
         if checksums is not None:
             pairs = zip(self.checksums.all(), checksums.all(), strict=False)
             if wrong := [a != b for a, b in pairs]:
-                self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
+                flags = torch.stack([flag.to(wrong[0].device) for flag in wrong])
+                if torch._C._current_graph_task_id() == -1:
+                    self.compare_values(flags)
+                else:  # reads the device once, at the end of the backward pass
+                    callback = functools.partial(self.compare_values, flags)
+                    torch.autograd.Variable._execution_engine.queue_callback(callback)
         return run.device
 
     def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
@@ -238,14 +230,11 @@ class Segment(SavedTensors):
     # -- checks
 
     def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
-        how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
-        remedy = (
-            "Run backward before the optimizer's step, or run the region's forward again."
-            if now != then
-            else (
-                "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
-            )
-        )
+        how = "was updated in the forward"
+        remedy = "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
+        if now != then:
+            how = "was changed in place between forward and backward"
+            remedy = "Run backward before the optimizer's step, or run the region's forward again."
         raise CheckpointError(
             f"ckptkern.checkpoint: {name} of shape {tuple(tensor.shape)} {how} of {_describe(self.function)}: it is at version "
             f"{now}, forward saw version {then}. Recomputing would give the gradients of another function. {remedy}"
@@ -254,7 +243,7 @@ class Segment(SavedTensors):
     def too_many(self) -> None:
         raise CheckpointError(
             "torch.utils.checkpoint: trying to save more tensors during recomputation than during the original forward "
-            f"pass.\n{_tip()}"
+            f"pass.\n{_TIP}"
         )
 
     def compare(self, run: Recompute) -> None:
@@ -264,7 +253,7 @@ class Segment(SavedTensors):
             raise CheckpointError(
                 "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
                 f"recomputation.\nNumber of tensors saved during forward: {len(self)}\nNumber of tensors saved during "
-                f"recomputation: {run.count}.\n{_tip()}"
+                f"recomputation: {run.count}.\n{_TIP}"
             )
         if different := run.different:
             lines = []
@@ -277,43 +266,24 @@ class Segment(SavedTensors):
                 )
             raise CheckpointError(
                 "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
-                f"during the forward pass.\n{''.join(lines)}.\n{_tip()}"
+                f"during the forward pass.\n{''.join(lines)}.\n{_TIP}"
             )
 
-    def report_later(self, wrong: Tensor) -> None:
-        """Reads the flags on the device once, at the end of the backward pass."""
-
-        def read() -> None:
-            flags = wrong.tolist()
-            if any(flags):
-                place = flags.index(True)
-                shape, dtype, device = self.metadata(place)
-                raise CheckpointError(
-                    f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
-                    f"first tensor that differs is saved tensor {place} of {len(self)}, shape {tuple(shape)}, {dtype}, on "
-                    f"{device}; {sum(flags)} of {len(flags)} differ."
-                )
-
-        if torch._C._current_graph_task_id() == -1:
-            read()
-        else:
-            torch.autograd.Variable._execution_engine.queue_callback(read)
+    def compare_values(self, differ: Tensor) -> None:
+        """Raises if a checksum differs. differ: a flag for each saved tensor."""
+        flags = differ.tolist()
+        if any(flags):
+            place = flags.index(True)
+            shape, dtype, device = self.metadata(place)
+            raise CheckpointError(
+                f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
+                f"first tensor that differs is saved tensor {place} of {len(self)}, shape {tuple(shape)}, {dtype}, on "
+                f"{device}; {sum(flags)} of {len(flags)} differ."
+            )
 
 
 def _identity(x: Tensor) -> Tensor:
     return x  # a function of this module, by which RECOMPUTING recognises a recompute's hooks
-
-
-def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook that packs, and adds each tensor to the checksums."""
-    if checksums is None:
-        return pack
-
-    def add_and_pack(x: Tensor) -> Any:
-        checksums.add(x)
-        return pack(x)
-
-    return add_and_pack
 
 
 _NOTHING = contextlib.nullcontext()  # reusable
@@ -335,15 +305,25 @@ class _Unreadable(TorchDispatchMode):
         kwargs, views = kwargs or {}, []
         for value in tree_leaves((args, kwargs)):
             if (entry := self.changed.get(id(value))) is not None:
-                parameters = func._schema.arguments
-                arguments = [
-                    *zip(parameters, args, strict=False),
-                    *((parameter, kwargs[parameter.name]) for parameter in parameters if parameter.name in kwargs),
-                ]
+                arguments = (
+                    dict(zip((parameter.name for parameter in func._schema.arguments), args, strict=False)) | kwargs
+                )
                 # an op that only writes or views the tensor does not read it; a later op may, also through the view
-                if any(parameter.alias_info is None for parameter, argument in arguments if argument is value):
+                reads = (parameter.name for parameter in func._schema.arguments if parameter.alias_info is None)
+                if any(arguments.get(name) is value for name in reads):
                     tensor, module, name, now, then = entry
-                    self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
+                    described = "a tensor that the function captures"
+                    if module is not None:
+                        paths = [
+                            path for root in self.segment.roots() for path, m in root.named_modules() if m is module
+                        ]
+                        path, *_ = (*paths, type(module).__name__)
+                        kind = next(
+                            (kind for kind in ("parameter", "buffer") if name in getattr(module, f"_{kind}s")),
+                            "attribute",
+                        )
+                        described = f"the {kind} {f'{path}.{name}'.lstrip('.')!r}"
+                    self.segment.refuse(described, tensor, now, then)
                 views.append(entry[1:])
         result = func(*args, **kwargs)
         for row in views:
@@ -351,27 +331,11 @@ class _Unreadable(TorchDispatchMode):
         return result
 
 
-def _describe(function) -> str:
-    if isinstance(function, nn.Module):
-        return f"the region {type(function).__name__}"
-    if isinstance(function, functools.partial):
-        return _describe(function.func)
-    if isinstance(function, types.MethodType):
-        return _describe(function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__)
-    return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
-
-
-def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module]) -> str:
-    """Returns a description of a module's parameter, buffer or attribute, or of a captured tensor."""
-    if module is None:
-        return "a tensor that the function captures"
-    paths = (path for root in roots for path, inside in root.named_modules() if inside is module)
-    kind = "parameter" if name in module._parameters else "buffer" if name in module._buffers else "attribute"
-    return f"the {kind} {f'{next(paths, type(module).__name__)}.{name}'.lstrip('.')!r}"
-
-
-def _tip() -> str:
-    return getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
+def _describe(function: Callable) -> str:
+    own, _ = reachable_of(function, ())
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"the region {getattr(function, '__qualname__', type(function).__name__) if own is None else type(own).__name__}"
 
 
 class _Checksums:
@@ -383,12 +347,18 @@ class _Checksums:
         self.waiting: list[Tensor] = []
         self.op = -1  # the op of the waiting tensors
 
-    def add(self, x: Tensor) -> None:
-        op = torch._C._autograd._get_sequence_nr()
-        if op != self.op:
-            self.all()
-        self.waiting.append(x)
-        self.op = op
+    def hook(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Returns a hook that packs, and adds each tensor."""
+
+        def add_and_pack(x: Tensor) -> Any:
+            op = torch._C._autograd._get_sequence_nr()
+            if op != self.op:
+                self.all()
+            self.waiting.append(x)
+            self.op = op
+            return pack(x)
+
+        return add_and_pack
 
     def all(self) -> list[Tensor]:
         with _disable_current_modes():  # a selective policy would record these ops

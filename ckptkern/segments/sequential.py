@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
 import itertools
 import math
 import re
@@ -21,11 +20,7 @@ from ..memory import counting, format_size, parse_size, storages_of
 from .checkpoint import checkpoint
 from .reachable import caching_nothing
 
-OPTIONS = {
-    name
-    for name, parameter in inspect.signature(checkpoint).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
+OPTIONS = frozenset(checkpoint.__kwdefaults__)
 _ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
 Segments = int | str | Callable[[str, Callable], bool]
 
@@ -69,22 +64,23 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         raise TypeError(f"segments: expected an nn.Sequential or a list of layers, but found {kind}")
     names, layers = _named(functions)
     count = len(layers)
-    starts = None
-    if isinstance(segments, str) and segments == "sqrt":
+    starts = every = None
+    text = segments if isinstance(segments, str) else ""
+    if text == "sqrt":
         number = max(1, round(math.sqrt(count)))
         starts = [count * i // number for i in range(number)]
     elif isinstance(segments, int) and not isinstance(segments, bool):
         if not 1 <= segments <= max(count, 1):
             raise ValueError(f"segments must lie between 1 and the number of layers, {count}, but is {segments}")
         starts = [i * (count // segments) for i in range(segments)]
-    if starts is not None:
-        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise([*starts, count])]
-    if isinstance(segments, str) and (every := re.fullmatch(r"every (\d+)", segments)):
+    elif every := re.fullmatch(r"every (\d+)", text):
         step = int(every[1])
         if step < 1:
             raise ValueError(f"segments must be 'every k' with k at least 1, but is {segments!r}")
-        return [Part(i, min(i + step, count), True) for i in range(0, count, step)]
-    if isinstance(segments, str) and (budget := parse_size(segments)) is not None:
+        starts = [*range(0, count, step)]
+    if starts is not None:
+        return [Part(start, stop, bool(every) or stop < count) for start, stop in itertools.pairwise([*starts, count])]
+    if (budget := parse_size(text)) is not None:
         if input is None:
             raise ValueError(f"segments={segments!r} is a bound in bytes, which needs an input to measure with")
         return _within(budget, layers, input)
@@ -126,13 +122,6 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 Storages = dict[StorageWeakRef, int]  # bytes by storage
 
 
-class _Layer(NamedTuple):
-    """The storages that a layer saves without a checkpoint, and those of its input."""
-
-    saved: Storages
-    input: Storages
-
-
 def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:
     """Returns function(x) for a fake tensor x, and the storages saved for backward."""
     saved: Storages = {}
@@ -147,49 +136,45 @@ def on_fakes() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _saved(parts: list[Part], layers: list[_Layer]) -> int:
-    storages: Storages = {}
-    for part in parts:
-        if part.recompute:
-            storages.update(layers[part.start].input)
-        else:
-            for layer in layers[part.start : part.stop]:
-                storages.update(layer.saved)
-    return sum(storages.values())
-
-
 def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
-    measured = []
+    saved, inputs = list[Storages](), list[Storages]()  # by each layer without a checkpoint
     with on_fakes() as mode:
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
         for layer in layers:
             own = (*layer.named_parameters(), *layer.named_buffers()) if isinstance(layer, nn.Module) else ()
             state = {name: mode.from_tensor(tensor) for name, tensor in own}
             function = functools.partial(torch.func.functional_call, layer, state) if state else layer
-            before, (x, saved) = storages_of([x]), saved_by(function, x)
+            inputs.append(storages_of([x]))
+            x, storages = saved_by(function, x)
             for storage in storages_of(state.values()):
-                saved.pop(storage, None)
-            measured.append(_Layer(saved, before))
-    gain = [sum(layer.saved.values()) - sum(layer.input.values()) for layer in measured]
+                storages.pop(storage, None)
+            saved.append(storages)
+
+    def size_of(parts: list[Part]) -> int:
+        storages: Storages = {}
+        for part in parts:
+            for held in [inputs[part.start]] if part.recompute else saved[part.start : part.stop]:
+                storages.update(held)
+        return sum(storages.values())
+
+    gain = [sum(held.values()) - sum(before.values()) for held, before in zip(saved, inputs, strict=True)]
     chosen = [False] * len(layers)
     for i in sorted(range(len(layers)), key=lambda i: -gain[i]):
-        if _saved(_alone(chosen), measured) <= budget:
+        if size_of(_alone(chosen)) <= budget:
             return _alone(chosen)
         chosen[i] = True
     parts = _alone(chosen)
-    while (
-        saved := _saved(parts, measured)
-    ) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
+    while (size := size_of(parts)) > budget:  # join neighbours: the same recompute, fewer inputs, a higher peak
         if len(parts) == 1:
             raise ValueError(
                 f"at most {format_size(budget)} may be saved, but one segment of all layers saves "
-                f"{format_size(saved)}, its input"
+                f"{format_size(size)}, its input"
             )
         joined = [
             [*parts[:i], Part(parts[i].start, parts[i + 1].stop, True), *parts[i + 2 :]] for i in range(len(parts) - 1)
         ]
         # of the pairs that save most, the shortest: even segments have the lowest peak
-        parts = min(joined, key=lambda some: (_saved(some, measured), max(part.stop - part.start for part in some)))
+        parts = min(joined, key=lambda some: (size_of(some), max(part.stop - part.start for part in some)))
     return parts
 
 

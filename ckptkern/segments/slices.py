@@ -19,55 +19,42 @@ from .checkpoint import checkpoint
 Place = tuple[int, int]  # a slice's first entry, and the number of its entries
 
 
-class _Gradient:
-    """The gradient, in each backward pass, of an input that slices read along an axis."""
-
-    def __init__(self, x: Tensor, axis: Axis):
-        self.shape, self.axis = x.shape, axis
-        self.wholes: dict[int, Tensor] = {}
-
-    def write(self, place: Place, grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task not in self.wholes:
-            self.wholes[task] = grad.new_zeros(self.shape)
-        self.axis.slice(self.wholes[task], *place).copy_(grad)
+Wholes = dict[tuple[int, int], Tensor]  # gradients of whole inputs, by backward pass and number of the input
 
 
 class _Read(torch.autograd.Function):
-    """Returns a placeholder for inputs; its backward runs after the backward of all slices."""
+    """Returns a placeholder for inputs that slices read along an axis; its backward runs after the backward of all slices."""
 
     @staticmethod
-    def forward(ctx, gradients, *inputs):
-        ctx.gradients = gradients
+    def forward(ctx, wholes, *inputs):
+        ctx.wholes, ctx.count = wholes, len(inputs)
         return torch.zeros((), device=inputs[0].device)
 
     @staticmethod
     def backward(ctx, _):
         task = torch._C._current_graph_task_id()
-        return None, *(gradient.wholes.pop(task, None) for gradient in ctx.gradients)
+        return None, *(ctx.wholes.pop((task, i), None) for i in range(ctx.count))
 
 
 class _Slice(torch.autograd.Function):
-    """Returns a slice of each input; backward writes the slices' gradients to their places at once."""
+    """Returns a slice of each input; backward writes the slices' gradients to their places at once. inputs: their shapes and
+    axes."""
 
     @staticmethod
-    def forward(ctx, placeholder, gradients, place, *parts):
+    def forward(ctx, placeholder, wholes, inputs, place, *parts):
         ctx.set_materialize_grads(False)
-        ctx.gradients, ctx.place, ctx.device = gradients, place, placeholder.device
+        ctx.wholes, ctx.inputs, ctx.place, ctx.device = wholes, inputs, place, placeholder.device
         return parts
 
     @staticmethod
     def backward(ctx, *grads):
-        for gradient, grad in zip(ctx.gradients, grads, strict=True):
+        task = torch._C._current_graph_task_id()
+        for i, ((shape, axis), grad) in enumerate(zip(ctx.inputs, grads, strict=True)):
             if grad is not None:
-                gradient.write(ctx.place, grad)
-        return torch.zeros((), device=ctx.device), None, None, *(None for _ in grads)
-
-
-@torch.no_grad()
-def _write(wholes: Sequence[Tensor], axes: Sequence[Axis], place: Place, parts: Sequence[Tensor]) -> None:
-    for whole, axis, part in zip(wholes, axes, parts, strict=True):
-        axis.write(whole, *place, part)
+                if (task, i) not in ctx.wholes:
+                    ctx.wholes[task, i] = grad.new_zeros(shape)
+                axis.slice(ctx.wholes[task, i], *ctx.place).copy_(grad)
+        return torch.zeros((), device=ctx.device), None, None, None, *(None for _ in grads)
 
 
 class _Written(torch.autograd.Function):
@@ -77,7 +64,8 @@ class _Written(torch.autograd.Function):
     def forward(ctx, wholes, axes, place, *parts):
         ctx.set_materialize_grads(False)
         ctx.axes = axes
-        _write(wholes, axes, place, parts)
+        for axis, whole, part in zip(axes, wholes, parts, strict=True):
+            axis.write(whole, *place, part)
         slices = (axis.slice(whole, *place) for axis, whole in zip(axes, wholes, strict=True))
         return tuple(part.new_zeros(()).expand(part.shape) for part in slices)
 
@@ -123,31 +111,25 @@ def in_slices(
     """
     sums, trained = GradientSums(), set[int]()
     wholes, places, placeholders = list[Tensor](), list[Place](), list[Tensor]()
-    gradients = {
-        i: _Gradient(x, axis)
-        for i, (x, axis) in enumerate(inputs)
-        if axis is not None and x.requires_grad and torch.is_grad_enabled()
-    }
-    own = [*gradients.values()]
-    read = _Read.apply(own, *(inputs[i][0] for i in gradients)) if own else None
-    inputs = [(x.detach() if i in gradients else x, axis) for i, (x, axis) in enumerate(inputs)]
+    cut = [i for i, (x, axis) in enumerate(inputs) if axis is not None and x.requires_grad and torch.is_grad_enabled()]
+    own, gradients = [(inputs[i][0].shape, inputs[i][1]) for i in cut], Wholes()
+    read = _Read.apply(gradients, *(inputs[i][0] for i in cut)) if cut else None
+    inputs = [(x.detach() if i in cut else x, axis) for i, (x, axis) in enumerate(inputs)]
     for first in range(0, max(n, 1), length):
         place = first, min(length, n - first)
         parts = [x if axis is None else axis.slice(x, *place) for x, axis in inputs]
-        if own:
-            for i, part in zip(gradients, _Slice.apply(read, own, place, *(parts[i] for i in gradients)), strict=True):
+        if cut:
+            for i, part in zip(cut, _Slice.apply(read, gradients, own, place, *(parts[i] for i in cut)), strict=True):
                 parts[i] = part
             del part
         results = results_of(checkpoint(function_for(place[1]), *parts, **options), place[1])
         del parts
         wholes = wholes or [new(i, result.detach()) for i, result in enumerate(results)]
+        written = _Written.apply(wholes, axes, place, *results)
         if with_graph := {i for i, result in enumerate(results) if result.requires_grad}:
             trained |= with_graph
-            written = _Written.apply(wholes, axes, place, *results)
             sums.redirect(written[min(with_graph)])
             places.append(place)
             placeholders += written
-        else:
-            _write(wholes, axes, place, results)
-        del results
+        del results, written
     return _Joined.apply(wholes, axes, places, trained, sums, *placeholders) if placeholders else wholes

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of, tensors_of
+from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward; backward needs none of their results
 FLOOR = 32  # rows of a matmul in the shortest slice: shorter slices cost more than they save
@@ -37,13 +37,14 @@ Form = tuple[list[Any], Any]  # a value without its tensors: its leaves, with po
 
 @dataclass
 class Call:
-    """A call that is one operator. path: the module's, None for the function `run`. arguments, result: their forms, with
-    positions of tensors among the operator's arguments and results."""
+    """A call that is one operator. module: the recorded one until the call is planned, None for the function `run`. path: the
+    module's. arguments, result: their forms, with positions of tensors among the operator's arguments and results."""
 
-    path: str | None
+    module: nn.Module | None
     arguments: Form
     run: Callable
     result: Form | None = None
+    path: str | None = None
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Stage:
     """Operators that run in slices along one axis of n entries, or at once if there are no axes.
 
     nodes: operators in order, with their cuts. axes: those of their results. inputs: values from other stages, with the axes
-    along which slices read them, None for whole. bases: the saved values, from which `before` computes the inputs. results:
-    values that later stages read. calls: nodes that call a module or a function. last: values that a node is the last to read.
+    along which slices read them, None for whole. before: operators that compute the inputs from saved values. results: values
+    that later stages read. last: values that a node is the last to read.
     """
 
     n: int = 1
@@ -60,13 +61,16 @@ class Stage:
     axes: dict[fx.Node, Axis] = field(default_factory=dict)
     inputs: dict[fx.Node, set[Axis | None]] = field(default_factory=dict)
     before: list[fx.Node] = field(default_factory=list)
-    bases: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
-    calls: dict[fx.Node, Call] = field(default_factory=dict)
     last: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     length: int = 1  # entries of a slice
     # inputs, stages and results of a slice that does not fit the workspace
     inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
+
+    @property
+    def reads(self) -> list[tuple[fx.Node, Axis | None]]:
+        """Returns each input, with each axis along which slices read it."""
+        return [(node, axis) for node, axes in self.inputs.items() for axis in axes]
 
     @property
     def cost(self) -> int:
@@ -76,7 +80,8 @@ class Stage:
     def __str__(self) -> str:
         counts = collections.Counter(name_of(node).strip("_") for node in self.nodes if name_of(node) not in VIEWS)
         named = [name for name in counts if name in GEMMS or "attention" in name]
-        called = dict.fromkeys(call.path or call.run.__name__ for call in self.calls.values())
+        calls: list[Call] = [node.meta["call"] for node in self.nodes if name_of(node) == "part"]
+        called = dict.fromkeys(call.path or call.run.__name__ for call in calls)
         shown = [f"{name} x{counts[name]}" if counts[name] > 1 else name for name in named] + [*called]
         return ", ".join(shown or list(counts)[:2]) + (f" by {self.n}" if self.axes else "")
 
@@ -94,7 +99,9 @@ def may_be_trained(node: fx.Node) -> bool:
     """Returns whether the node depends on a parameter or a floating-point argument."""
     if "trained" not in node.meta:
         value = node.meta.get("val")
-        of = isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, tensors_of(node)))
+        of = (
+            isinstance(value, nn.Parameter) if node.op == "get_attr" else any(map(may_be_trained, node.all_input_nodes))
+        )
         of = (of or node.op == "placeholder") and (is_list(node) or value.is_floating_point())
         node.meta["trained"] = of and name_of(node) not in ("detach", "stopped")
     return node.meta["trained"]
@@ -113,12 +120,18 @@ def bytes_of(node: fx.Node) -> int:
     return ASSUMED * size if name_of(node) == "part" and node.args[3] == "tokens" else size
 
 
+def call_of(node: fx.Node) -> fx.Node | None:
+    """Returns the call that the node is a result of, or None."""
+    source = node.args[0] if name_of(node) == "getitem" else node
+    return source if name_of(source) == "part" else None
+
+
 class Planner:
     """Cuts a graph into stages, from its end backwards."""
 
-    def __init__(self, graph: fx.Graph, calls: list[Call], workspace: int, slices: int = 0, times: int = 1):
+    def __init__(self, graph: fx.Graph, workspace: int, slices: int = 0, times: int = 1):
         """Reads the graph, which runs `times` times."""
-        self.calls, self.workspace, self.slices, self.times = calls, workspace, slices, times
+        self.workspace, self.slices, self.times = workspace, slices, times
         self.placed: set[fx.Node] = set()  # nodes of later stages
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
@@ -126,17 +139,14 @@ class Planner:
         self.fixed = {node: size_of(node) for node in graph.nodes if node.op == "get_attr"}
         self.ancestors: dict[fx.Node, int] = {}
         for node, i in self.order.items():
-            inputs = tensors_of(node)
+            inputs = node.all_input_nodes
             if node.op == "call_function" and all(source in self.fixed for source in inputs):
                 size = sum(self.fixed[source] for source in inputs)
                 if size_of(node) <= max(size, workspace // SMALL):
                     self.fixed[node] = size
             self.ancestors[node] = functools.reduce(operator.or_, (self.ancestors[source] for source in inputs), 1 << i)
-        self.output = next(node for node in graph.nodes if node.op == "output")
-
-    def is_there(self, node: fx.Node) -> bool:
-        """Returns whether the node is an input, or computed from parameters only."""
-        return node in self.given or node in self.fixed
+        self.ready = self.given | self.fixed.keys()  # inputs, and what is computed from parameters only
+        self.output = graph.output_node()
 
     def plan(self) -> list[Stage]:
         needed = {node for node in self.output.all_input_nodes if node not in self.given}
@@ -144,47 +154,31 @@ class Planner:
         while needed:
             if len(needed) > MOST or len(stages) > MOST:
                 raise Uncut("its parts exchange too many values")
-            stage = self.stage_before(needed)
+            last, *others = sorted(needed, reverse=True)
+            axes = () if is_list(last) else axes_of(last)
+            cut = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
+            if cut:
+                best = max(cut, key=lambda stage: (stage.cost, stage.n))
+                stage = functools.reduce(self.joined, others[:JOINED], best)
+                stage.results = [node for node in needed if node in stage.nodes]
+            else:  # one operator that is not cut, or a call and all its results
+                call = call_of(last)
+                results = [node for node in needed if node is last or (call and call_of(node) is call)]
+                stage = Stage(results=results)
+                for node in (call or last, *results):
+                    stage.nodes[node] = Cut([(source, None) for source in node.all_input_nodes])
+                stage.inputs = {
+                    source: {None}
+                    for node in stage.nodes
+                    for source in node.all_input_nodes
+                    if source not in stage.nodes
+                }
+            bases = self.finish(stage)
             stages.append(stage)
             self.placed.update(stage.nodes)
             needed.difference_update(stage.results)
-            needed.update(base for base in stage.bases if not self.is_there(base))
+            needed |= bases - self.ready
         return stages[::-1]
-
-    def stage_before(self, needed: set[fx.Node]) -> Stage:
-        last = max(needed, key=self.order.__getitem__)
-        axes = () if is_list(last) else axes_of(last)
-        stages = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
-        if not stages:
-            return self.whole(last, needed)
-        others = sorted(needed - {last}, key=self.order.__getitem__, reverse=True)[:JOINED]
-        best = max(stages, key=lambda stage: (stage.cost, stage.n))
-        best = functools.reduce(self.joined, others, best)
-        best.results = [node for node in needed if node in best.nodes]
-        return self.finished(best)
-
-    def whole(self, last: fx.Node, needed: set[fx.Node]) -> Stage:
-        """Returns a stage with one operator that is not cut, or with a call and all its results."""
-        call = self.call_of(last)
-        results = [node for node in needed if node is last or (call and self.call_of(node) is call)]
-        nodes = dict.fromkeys((call or last, *results))
-        stage = Stage(
-            nodes={node: Cut([(source, None) for source in tensors_of(node)]) for node in nodes}, results=results
-        )
-        stage.inputs = {source: {None} for node in nodes for source in tensors_of(node) if source not in nodes}
-        return self.finished(stage)
-
-    def call_of(self, node: fx.Node) -> fx.Node | None:
-        """Returns the call that the node is a result of, or None."""
-        source = node.args[0] if name_of(node) == "getitem" else node
-        return source if name_of(source) == "part" else None
-
-    def is_whole(self, view: fx.Node, shown: dict[fx.Node, int]) -> bool:
-        """Returns whether the views that a stage reads cover all of the view's source, or the source is an input."""
-        if name_of(view) == "getitem" and not name_of(view.args[0]).startswith(("split", "unbind")):
-            return False
-        (source,) = tensors_of(view)
-        return self.base_of(source) in self.given or max(size_of(view), shown[source]) >= size_of(source)
 
     def base_of(self, node: fx.Node) -> fx.Node:
         """Returns the base of a view, through all views; else the node itself."""
@@ -223,7 +217,7 @@ class Planner:
             node = heapq.heappop(heap)[1]
             axes = wanted.pop(node)
             cut = None
-            if not self.is_there(node) and len(axes) == 1 and None not in axes:
+            if node not in self.ready and len(axes) == 1 and None not in axes:
                 (axis,) = axes
                 cut = followed(node, axis, n)
                 if node not in roots and not all(user in stage.nodes or user in self.placed for user in node.users):
@@ -244,16 +238,12 @@ class Planner:
                 wanted.setdefault(source, set()).add(along)
                 if node in shared:
                     shared.add(source)
-        self.pruned(stage)
-        return stage
-
-    def pruned(self, stage: Stage) -> None:
-        """Leaves views that together are smaller than their base to an earlier stage, if nothing else here reads the base."""
+        # views that together are smaller than their base are left to an earlier stage, if nothing else here reads the base
         views: dict[fx.Node, list[fx.Node]] = {}
         for node in stage.nodes:
             if name_of(node) in VIEWS:
                 views.setdefault(self.base_of(node), []).append(node)
-        for base in [source for source in stage.inputs if not self.is_there(source)]:
+        for base in [source for source in stage.inputs if source not in self.ready]:
             shown = views.get(base, [])
             ends = [
                 node
@@ -266,13 +256,14 @@ class Planner:
                 for node in shown:
                     del stage.nodes[node]
                 stage.inputs.update((node, {stage.axes[node]}) for node in ends)
+        return stage
 
-    def finished(self, stage: Stage) -> Stage:
-        """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices."""
-        stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes, key=self.order.__getitem__)}
-        before: set[fx.Node] = set()
-        bases: set[fx.Node] = set()
-        todo, shown = list(stage.inputs), collections.Counter()
+    def finish(self, stage: Stage) -> set[fx.Node]:
+        """Orders the nodes, finds the inputs to compute before the stage, and chooses the length of slices. Returns the saved
+        values, from which `before` computes the inputs."""
+        stage.nodes = {node: stage.nodes[node] for node in sorted(stage.nodes)}
+        before, bases = set[fx.Node](), set[fx.Node]()
+        todo, shown = list(stage.inputs), collections.Counter()  # bytes of each value that the views of it show
         for node in stage.inputs:
             size = size_of(node)
             while name_of(node) in VIEWS:
@@ -283,27 +274,28 @@ class Planner:
             node = todo.pop()
             if node in before or node in bases:
                 continue
-            is_cheap = node.op == "call_function" and (
-                node in self.fixed or (name_of(node) in VIEWS and self.is_whole(node, shown))
-            )
+            is_cheap = node in self.fixed and node.op == "call_function"
+            if (
+                not is_cheap and name_of(node) in VIEWS
+            ):  # that together show all of an earlier value, or are of an input
+                source = node.args[0]
+                is_whole = self.base_of(source) in self.given or max(size_of(node), shown[source]) >= size_of(source)
+                is_item = name_of(node) == "getitem" and not name_of(source).startswith(("split", "unbind"))
+                is_cheap = is_whole and not is_item
             if is_cheap:
                 before.add(node)
-                todo += tensors_of(node)
+                todo += node.all_input_nodes
             else:
                 bases.add(node)
-        stage.before = sorted(before, key=self.order.__getitem__)
-        stage.bases = sorted(bases, key=self.order.__getitem__)
-        stage.calls = {node: self.calls[node.args[2]] for node in stage.nodes if name_of(node) == "part"}
-        readers = {source: node for node in stage.nodes for source in tensors_of(node) if source in stage.nodes}
+        stage.before = sorted(before)
+        readers = {source: node for node in stage.nodes for source in node.all_input_nodes if source in stage.nodes}
         for source, node in readers.items():
             if source not in stage.results:
                 stage.last.setdefault(node, []).append(source)
         if stage.axes:
-            rows = [
-                shape_of(node)[0] // stage.n for node, cut in stage.nodes.items() if name_of(node) in ("mm", "addmm")
-            ]
+            rows = [shape_of(node)[0] // stage.n for node in stage.nodes if name_of(node) in ("mm", "addmm")]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
             floor = max(floor, -(-stage.n // max(LAUNCHED // (self.times * len(stage.nodes)), 1)))
             most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
             stage.length = -(-stage.n // self.slices) if self.slices else even(stage.n, most)
-        return stage
+        return bases

@@ -85,7 +85,26 @@ def tiled(
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return run_in_chunks(fn, forward, x, dim, chunks, bound, preserve_rng_state, check)
 
-    return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) and not _is_transformed() else run(fn, x)
+    if not isinstance(fn, nn.Module) or _is_transformed():
+        return run(fn, x)
+    # the module's own hooks run once, and its forward is replaced inside
+    forward, own = fn.forward, fn.__dict__.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            fn.__dict__.pop("forward", None)
+        else:
+            fn.__dict__["forward"] = own
+
+    def whole(x: Tensor) -> Tensor:
+        restore()  # forward may call the module itself
+        return run(forward, x)
+
+    fn.__dict__["forward"] = whole
+    try:
+        return fn(x)
+    finally:
+        restore()
 
 
 def _is_transformed() -> bool:
@@ -98,60 +117,7 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-def _with_hooks(module: nn.Module, x: Tensor, run: Callable[[Callable, Tensor], Tensor]) -> Tensor:
-    """Computes module(x) with its forward replaced by run(forward, x), so that the module's own hooks run once."""
-    forward, own = module.forward, module.__dict__.get("forward")
-
-    def restore() -> None:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = own
-
-    def whole(x: Tensor) -> Tensor:
-        restore()  # forward may call the module itself
-        return run(forward, x)
-
-    module.__dict__["forward"] = whole
-    try:
-        return module(x)
-    finally:
-        restore()
-
-
-# -- how long a chunk is ----------------------------------------------------------------------------------------------
-
-
 _measured: weakref.WeakKeyDictionary[nn.Module, dict[tuple, int]] = weakref.WeakKeyDictionary()
-
-
-def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
-    """Returns the tokens of a chunk: by `chunks`, or as many as fit the workspace. A token's transients beside x, dx, y and dy
-    count as twice the bytes that fn saves and returns for it."""
-    tokens = x.shape[dim]
-    if chunks is not None or tokens <= FLOOR:
-        return max(1, -(-tokens // (chunks or 1)))
-    known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
-    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    training = fn.training if isinstance(fn, nn.Module) else None
-    key = (shape, dim, x.dtype, x.requires_grad, x.device.type, autocast_dtype(x), training)
-    if key not in known:
-        sizes = []
-        try:
-            for n in (FLOOR, 2 * FLOOR):
-                with on_fakes(), _no_cast_cache():
-                    wide = (*x.shape[:dim], n, *x.shape[dim + 1 :])
-                    probe = torch.empty(wide, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
-                    output, saved = saved_by(forward, probe)
-                    returned = storages_of([output] if isinstance(output, Tensor) else [])
-                    sizes.append(sum((saved | returned).values()))
-        except _NOT_FAKEABLE as error:
-            raise RuntimeError(
-                f"tiled: {_name(fn)} does not run on fake tensors, so the tokens that fit the workspace cannot be "
-                f"measured: pass chunks. The error was {type(error).__name__}: {error}"
-            ) from error
-        known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
-    return even(tokens, max(FLOOR, workspace // max(known[key], 1)))
 
 
 @contextlib.contextmanager
@@ -194,7 +160,37 @@ def run_in_chunks(
     if _is_transformed():
         return forward(x)
     tokens, axis = x.shape[dim], Axis(dim)
-    length = _length(fn, forward, x, chunks, dim, workspace)
+    length = max(1, -(-tokens // (chunks or 1)))
+    if (
+        chunks is None and tokens > FLOOR
+    ):  # as many as fit; transients beside x, dx, y and dy: twice what is saved and returned
+        is_module = isinstance(fn, nn.Module)
+        known, rest = _measured.setdefault(fn, {}) if is_module else {}, x.shape[dim + 1 :]
+        key = (
+            x.shape[:dim],
+            rest,
+            x.dtype,
+            x.requires_grad,
+            x.device.type,
+            autocast_dtype(x),
+            is_module and fn.training,
+        )
+        if key not in known:
+            sizes = []
+            try:
+                for n in (FLOOR, 2 * FLOOR):
+                    with on_fakes(), _no_cast_cache():
+                        probe = torch.empty((*x.shape[:dim], n, *rest), dtype=x.dtype, device=x.device)
+                        output, saved = saved_by(forward, probe.requires_grad_(x.is_floating_point()))
+                        returned = storages_of([output] if isinstance(output, Tensor) else [])
+                        sizes.append(sum((saved | returned).values()))
+            except _NOT_FAKEABLE as error:
+                raise RuntimeError(
+                    f"tiled: {_name(fn)} does not run on fake tensors, so the tokens that fit the workspace cannot be "
+                    f"measured: pass chunks. The error was {type(error).__name__}: {error}"
+                ) from error
+            known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)  # bytes of a token
+        length = even(tokens, max(FLOOR, workspace // max(known[key], 1)))
     if check:
         check_token_wise(fn, forward, x, dim, length)
     if parametrize._cache_enabled:
@@ -266,40 +262,24 @@ NEAR, NEAR_16_BIT = 1e-4, 2e-2  # allowed difference of a chunk from the whole, 
 def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
     """Raises ValueError or ShapeError if a token's output depends on other tokens or on its position. length: tokens of a
     chunk."""
-    if x.shape[dim] < 2:
+    tokens = x.shape[dim]
+    if tokens < 2:
         return
-    length = min(length, -(-x.shape[dim] // 2))
-    buffers = [(b, b.clone()) for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)]
-    try:
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
-
-            def random_state() -> Tensor:
-                cuda = [torch.cuda.get_rng_state(x.device)] if x.is_cuda else []
-                return torch.cat([torch.get_rng_state(), *cuda])
-
-            before, whole = random_state(), forward(x)
-            draws = not torch.equal(before, random_state())
-            _returned(fn, dim, whole, x.shape[dim])
-            if x.is_floating_point():
-                _check_dependence(fn, forward, x, dim, length)
-            if not draws:
-                _check_place(fn, forward, x, whole, dim, length)
-    finally:
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
-def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
-    """Raises ValueError if NaN in some tokens spreads to the output of others."""
-    places = torch.arange(x.shape[dim], device=x.device)
-    inner = dict(fn.named_modules() if isinstance(fn, nn.Module) else ())
-    inner.pop("", None)
+    length = min(length, -(-tokens // 2))
+    places = torch.arange(tokens, device=x.device)
     poisoned, bad = places < 0, list[str]()
+
+    def restore(buffer: Tensor, value: Tensor) -> None:
+        if not torch.equal(buffer, value):
+            buffer.copy_(value)
+
+    def random_state() -> Tensor:
+        cuda = [torch.cuda.get_rng_state(x.device)] if x.is_cuda else []
+        return torch.cat([torch.get_rng_state(), *cuda])
 
     def spread(value: Any) -> Tensor | None:
         """Returns a mask of the other tokens that became NaN; None if the value has no tokens."""
-        if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(places):
+        if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != tokens:
             return None
         return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
 
@@ -309,9 +289,16 @@ def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
             bad.append(f" (in {name}: {type(module).__name__})")
 
     with contextlib.ExitStack() as stack:
-        for name, module in inner.items():
-            stack.callback(module.register_forward_hook(functools.partial(watch, name)).remove)
-        for poisoned in (places < length, places >= length, places % 2 == 0):
+        stack.enter_context(torch.random.fork_rng([x.device] if x.is_cuda else []))
+        for buffer in (b for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)):
+            stack.callback(restore, buffer, buffer.clone())
+        before, whole = random_state(), forward(x)
+        draws = not torch.equal(before, random_state())
+        _returned(fn, dim, whole, tokens)
+        for name, module in fn.named_modules() if isinstance(fn, nn.Module) else ():
+            if name:
+                stack.callback(module.register_forward_hook(functools.partial(watch, name)).remove)
+        for poisoned in (places < length, places >= length, places % 2 == 0) if x.is_floating_point() else ():
             bad.clear()
             at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
             affected = spread(forward(x.masked_fill(at, float("nan"))))
@@ -320,23 +307,21 @@ def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
                     f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
                     f"{int(affected.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
                 )
-
-
-def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim: int, length: int) -> None:
-    """Raises ValueError or ShapeError if a chunk's output differs from its part of the whole output."""
-    narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
-    largest = whole.abs().amax().item() if whole.numel() else 0.0
-    chunks = zip(x.split(length, dim), whole.split(length, dim), strict=True)
-    for start, (chunk, expected) in zip(range(0, x.shape[dim], length), chunks, strict=True):
-        size, part = chunk.shape[dim], forward(chunk)
-        if part.shape != expected.shape:
-            raise ShapeError(
-                f"tiled: {_name(fn)} returned {tuple(part.shape)} for {size} tokens, not {tuple(expected.shape)}"
-            )
-        difference = (part.double() - expected.double()).abs().nan_to_num().amax().item() if part.numel() else 0.0
-        if difference > (NEAR_16_BIT if narrow else NEAR) * largest:
-            raise ValueError(
-                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: run alone, tokens {start} to {start + size - 1} "
-                f"give an output that differs by {difference:.3g} where the largest is {largest:.3g}. Does it read a position, "
-                "or the number of tokens?"
-            )
+        if draws:
+            return
+        narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
+        largest = whole.abs().amax().item() if whole.numel() else 0.0
+        chunks = zip(x.split(length, dim), whole.split(length, dim), strict=True)
+        for start, (chunk, expected) in zip(range(0, tokens, length), chunks, strict=True):
+            size, part = chunk.shape[dim], forward(chunk)
+            if part.shape != expected.shape:
+                raise ShapeError(
+                    f"tiled: {_name(fn)} returned {tuple(part.shape)} for {size} tokens, not {tuple(expected.shape)}"
+                )
+            difference = (part.double() - expected.double()).abs().nan_to_num().amax().item() if part.numel() else 0.0
+            if difference > (NEAR_16_BIT if narrow else NEAR) * largest:
+                raise ValueError(
+                    f"tiled: {_name(fn)} is not token-wise along dimension {dim}: run alone, tokens {start} to "
+                    f"{start + size - 1} give an output that differs by {difference:.3g} where the largest is {largest:.3g}. "
+                    "Does it read a position, or the number of tokens?"
+                )

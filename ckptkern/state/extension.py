@@ -99,29 +99,11 @@ def is_private(path: Path) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def imported(path: Path) -> ModuleType:
+def imported(path: Path) -> Loaded:
     spec = importlib.util.spec_from_file_location(NAME, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-def release(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def of_package() -> Loaded | None:
-    """Loads the extension inside a wheel for one torch; None if the package has none."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    path = HERE.parent / f"_C{suffix}"
-    if not path.exists():
-        return None
-    module = imported(path)
-    if release(module.torch_version) != release(torch.__version__):
-        raise ImportError(
-            f"ckptkern: {path.name} was built for torch {module.torch_version}, and torch {torch.__version__} runs. Install "
-            "the wheel for this torch, or the wheel for every machine: pip install --force-reinstall ckptkern"
-        )
+    sys.modules[NAME] = module
     return Loaded(module, str(path))
 
 
@@ -131,7 +113,7 @@ def cached() -> Loaded | None:
         if path.exists():
             if not all(map(is_private, (path, folder, folder.parent))):
                 raise Unavailable(f"others may write {path}, which is therefore not loaded. Delete {folder.parent}")
-            return Loaded(imported(path), str(path))
+            return imported(path)
     return None
 
 
@@ -209,15 +191,21 @@ def loaded() -> Loaded:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, but is {choice!r}")
     if choice == "python":
         return Loaded(None, f"{VARIABLE}=python")
-    extension = of_package()
+    path = HERE.parent / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"  # of a wheel for one torch
+    if path.exists():
+        extension = imported(path)
+        built_for = extension.module.torch_version
+        if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
+            raise ImportError(
+                f"ckptkern: {path.name} was built for torch {built_for}, and torch {torch.__version__} runs. Install "
+                "the wheel for this torch, or the wheel for every machine: pip install --force-reinstall ckptkern"
+            )
+        return extension
     try:
-        extension = extension or cached()
+        extension = cached()
         if extension is None and choice == "cached":
             return Loaded(None, f"no extension is built, and {VARIABLE}=cached builds none")
-        if extension is None:
-            extension = Loaded(imported(path := built()), str(path))
-        sys.modules[NAME] = extension.module
-        return extension
+        return extension or imported(built())
     except (Unavailable, OSError, ImportError, RuntimeError) as error:  # RuntimeError: there is no home
         why = str(error)
     if choice == "required":

@@ -8,6 +8,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CellType, SimpleNamespace
 from typing import Any
 
@@ -56,10 +57,6 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def memory_of(x: Tensor) -> tuple | None:
-    return (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) if is_plain(x) else None
-
-
 def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
     """Copies x outside of the caller's modes. Copies of tensors on one small storage share memory as the tensors do. copies:
     the copies, by id, with their originals, so that the ids are not reused."""
@@ -92,13 +89,17 @@ def put(space: Any, name: Any, value: Any) -> None:
         space[name] = value
 
 
-def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
+def exchangeable(space: Space, now: Any, then: Any) -> bool:
     """Returns whether the present value may be exchanged for the recorded one."""
     if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
-    if any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)) or (of_parameters and now.shape != then.shape):
+    is_resized = space.kind == "parameters" and now.shape != then.shape
+    if is_resized or any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)):
         return False
-    return memory_of(now) is None or memory_of(now) != memory_of(then)
+    if not (is_plain(now) and is_plain(then)):
+        return True
+    was, given = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) for x in (now, then))
+    return was != given
 
 
 def are_scalars(values: Any) -> bool:
@@ -119,26 +120,36 @@ def is_saved(value: Any) -> bool:
     )  # an empty dict holds hooks
 
 
+@dataclass(eq=False)
 class Space:
     """A dict, another mapping, a cell or None (`object`) that belongs to a module. own: the call certainly runs the module.
     norm: the buffers of a norm in training, which native ops update without moving versions. updated: whether forward
     updated one."""
 
-    def __init__(self, object: Any, module: nn.Module | None, kind: str, own: bool = False, norm: bool = False):
-        self.object, self.module, self.kind, self.own, self.norm, self.updated = object, module, kind, own, norm, False
+    object: Any
+    module: nn.Module | None
+    kind: str
+    own: bool = False
+    norm: bool = False
+    updated: bool = False
 
 
+@dataclass(eq=False)
 class Entry:
     """A name in a space. value: ABSENT for an attribute that forward adds. tensor: the value, detached if it has a graph,
     which must not live as long as the region's; original: then a weak reference to it. before: a small tensor's copy from
     before forward. updated: forward itself updated it. items: the value is a copy of a dict of hooks or submodules."""
 
-    def __init__(self, space: Space, name: Any, value: Any, items: bool = False):
-        self.space, self.name, self.value, self.items = space, name, value, items
-        self.tensor: Tensor | None = None
-        self.original: TensorWeakRef | None = None
-        self.before: Tensor | None = None
-        self.requires_grad = self.updated = False
+    space: Space
+    name: Any
+    value: Any
+    items: bool = False
+    tensor: Tensor | None = None
+    original: TensorWeakRef | None = None
+    before: Tensor | None = None
+    version: int = 0
+    requires_grad: bool = False
+    updated: bool = False
 
     def is_there(self, now: Any) -> bool:
         if self.items:
@@ -174,7 +185,7 @@ class ModuleState:
     def __init__(self, values: bool):
         self.values, self.settled = values, False
         self.generators: list[torch.Generator] = []
-        self.roots: list[nn.Module] = []
+        self.reached: list[nn.Module] = []
         self.attributes: list[tuple[Space, type, int]] = []  # attributes of each module, its class, and their number
         self.entries: list[Entry] = []
         self.containers: list[tuple[Any, Any]] = []  # (container, copy)
@@ -207,19 +218,17 @@ class ModuleState:
 
     def add_module(self, root: nn.Module, own: bool) -> None:
         """Records a module and its submodules before forward runs. own: the call certainly runs it."""
-        self.roots.append(root)
+        self.reached.append(root)
         pending = [root]
         for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
-            tables = {}
-            for name in TABLES:  # a ScriptModule does not have them as attributes
-                tables[name] = attributes[name] if name in attributes else getattr(module, name)
-            norm = attributes.get("training") is True and is_of(module, _NormBase)
-            for name, value in tables["_parameters"].items():
-                self.add_entry(Space(tables["_parameters"], module, "parameters", own), name, value)
-            buffers = Space(tables["_buffers"], module, "buffers", own, norm)
-            for name, value in buffers.object.items():
-                self.add_entry(buffers, name, value)
+            # a ScriptModule does not have them as attributes
+            tables = {name: attributes.get(name) or getattr(module, name) for name in TABLES}
+            is_norm = attributes.get("training") is True and is_of(module, _NormBase)
+            for kind in ("parameters", "buffers"):
+                space = Space(tables[f"_{kind}"], module, kind, own, is_norm and kind == "buffers")
+                for name, value in space.object.items():
+                    self.add_entry(space, name, value)
             pending += [child for _, child in tables["_modules"].items() if child is not None]
             space = Space(attributes, module, "attributes", own)
             self.attributes.append((space, type(module), len(attributes)))
@@ -241,14 +250,25 @@ class ModuleState:
             if is_of(value, dict):
                 self.entries.append(Entry(space, name, value.copy() if value else OrderedDict(), items=True))
 
-    def add_cell(self, cell: CellType) -> None:
-        value = item(cell, None)
-        if value is not ABSENT and self.is_new(cell):  # an ABSENT cell is not filled yet
-            self.add_entry(Space(cell, None, "cell"), None, value)
-
-    def add_tensor(self, captured: Tensor) -> None:
-        if self.is_new(captured):
-            self.add_entry(Space(None, None, "tensor"), None, captured)
+    def reach(self, value: Any, depth: int = 0) -> None:
+        """Records what a function reads besides its saved arguments."""
+        if is_of(value, Tensor):
+            if self.is_new(value):
+                self.add_entry(Space(None, None, "tensor"), None, value)
+        elif is_of(value, torch.Generator):
+            self.generators.append(value)
+        elif type(value) is CellType:
+            content = item(value, None)
+            if content is not ABSENT:  # an ABSENT cell is not filled yet
+                if self.is_new(value):
+                    self.add_entry(Space(value, None, "cell"), None, content)
+                if not is_of(content, Tensor):
+                    self.reach(content, depth)
+        elif is_of(value, nn.Module):
+            self.add_module(value, own=False)
+        elif depth == 0 and type(value) in (tuple, list):
+            for element in value:
+                self.reach(element, 1)
 
     def settle(self) -> None:
         """Notes after forward what it updated, which is not an error later, and what it added to attributes, which is absent
@@ -275,19 +295,20 @@ class ModuleState:
                     entry.before = None
         self.copies = {}
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters of own modules."""
-        own = (
-            entry
-            for entry in self.entries
-            if entry.space.own and entry.space.kind == "parameters" and entry.tensor is not None
-        )
-        return [entry.value for entry in own if entry.original is None]
+    def parameters(self) -> list[Tensor]:
+        """Returns the parameters of the module that the call runs."""
+        own = [entry for entry in self.entries if entry.space.own and entry.space.kind == "parameters"]
+        return [entry.value for entry in own if entry.tensor is not None and entry.original is None]
+
+    def roots(self) -> list[nn.Module]:
+        """Returns the modules that the call can reach, without their submodules."""
+        return list(self.reached)
 
     def reclassed(self) -> list[tuple[nn.Module, type]]:
         """Returns (module, its class in forward) of each module whose class has changed: it cannot run."""
         return [(space.module, kind) for space, kind, _ in self.attributes if kind is not type(space.module)]
 
+    @unseen
     def changed(self) -> list[tuple]:
         """Returns (objects, module or None, name, version now, version after forward) of each tensor that was changed in
         place since forward, or that forward updated without a copy from before. A recompute must not read them. Called after
@@ -303,13 +324,13 @@ class ModuleState:
             there = ABSENT if space.object is None else item(space.object, entry.name)
             original = entry.original and entry.original()
             is_fsdps = is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost)
-            if is_fsdps and not exchangeable(there, entry.value, space.kind == "parameters"):
+            if is_fsdps and not exchangeable(space, there, entry.value):
                 continue
             objects = [value for value in (entry.value, there, original) if is_of(value, Tensor)]
             changes.append((objects, space.module, entry.name, now, entry.version))
         return changes
 
-    def enter(self, undo: list[Callable[[], None]]) -> None:
+    def enter_modules(self, undo: list[Callable[[], None]]) -> None:
         """Restores the recorded values. Adds to `undo` a function that undoes this and the recompute's own assignments.
         Parameters that are sharded or of another shape stay, because FSDP has put the right ones there."""
         contents = [(container, container.copy()) for container, _ in self.containers]
@@ -320,14 +341,18 @@ class ModuleState:
             for entry, before, exchanged in values:
                 space, name = entry.space, entry.name
                 now = item(space.object, name)
-                if now is not before and (exchanged or exchangeable(now, before, space.kind == "parameters")):
+                if now is not before and (exchanged or exchangeable(space, now, before)):
                     try:
                         put(space.object, name, before)
                     except Exception as error:  # the others are still restored
-                        told = dict(
-                            exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=name
+                        told = SimpleNamespace(
+                            exc_type=type(error),
+                            exc_value=error,
+                            exc_traceback=error.__traceback__,
+                            object=name,
+                            err_msg="Exception ignored in a region's recompute",
                         )
-                        sys.unraisablehook(SimpleNamespace(**told, err_msg="Exception ignored in a region's recompute"))
+                        sys.unraisablehook(told)
             for tensor, requires_grad in required:
                 tensor.requires_grad_(requires_grad)
             for container, before in contents:
@@ -348,9 +373,7 @@ class ModuleState:
             now = item(space.object, entry.name)
             is_there = entry.is_there(now)
             value = entry.wanted(is_there, copies, objects)
-            exchanges = (value is not entry.value or not is_there) and (
-                is_there or exchangeable(now, value, space.kind == "parameters")
-            )
+            exchanges = (value is not entry.value or not is_there) and (is_there or exchangeable(space, now, value))
             values.append((entry, now, exchanges))
             if exchanges:
                 put(space.object, entry.name, value)
@@ -359,21 +382,3 @@ class ModuleState:
 def fill(container: Any, contents: Any) -> None:
     container.clear()
     (container.update if type(container) is dict else container.extend)(contents)
-
-
-def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], depth: int = 0) -> None:
-    """Records what a function reads besides its saved arguments."""
-    if is_of(value, Tensor):
-        modules.add_tensor(value)
-    elif is_of(value, torch.Generator):
-        generators.append(value)
-    elif type(value) is CellType:
-        modules.add_cell(value)
-        content = item(value, None)
-        if content is not ABSENT and not is_of(content, Tensor):
-            reach(content, modules, generators, depth)
-    elif is_of(value, nn.Module):
-        modules.add_module(value, own=False)
-    elif depth == 0 and type(value) in (tuple, list):
-        for element in value:
-            reach(element, modules, generators, 1)

@@ -18,19 +18,11 @@ IMPLICIT = (
 
 class Setting(NamedTuple):
     """Reads and writes a setting of the process. read: the effective value, which a snapshot compares; raw: the value to
-    write to restore it."""
+    write to restore it, if not the same."""
 
     read: Callable[[], Any]
-    raw: Callable[[], Any]
     write: Callable[[Any], Any]
-
-
-def setting(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
-    return Setting(read, read, write)
-
-
-def pair(read: Callable[[], tuple[bool, bool]], write: Callable[[bool, bool], Any]) -> Setting:
-    return setting(read, lambda value: write(*value))
+    raw: Callable[[], Any] | None = None
 
 
 _get, _set = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
@@ -67,29 +59,34 @@ def float32(backend: str, op: str) -> Setting:
         _set("generic", "all", generic)
         return own
 
-    return Setting(read, raw, lambda value: _set(backend, op, value))
+    return Setting(read, lambda value: _set(backend, op, value), raw)
 
 
-FLOAT32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
-CUDA_CONV, CUDA_RNN, DETERMINISTIC = 1, 2, 11
+CUDA_CONV, CUDA_RNN = 1, 2
 SETTINGS = (
-    *(float32(*names) for names in FLOAT32),
-    pair(_C._get_cublas_allow_fp16_reduced_precision_reduction, _C._set_cublas_allow_fp16_reduced_precision_reduction),
-    pair(_C._get_cublas_allow_bf16_reduced_precision_reduction, _C._set_cublas_allow_bf16_reduced_precision_reduction),
-    setting(_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
-    setting(_C._get_cpu_allow_fp16_reduced_precision_reduction, _C._set_cpu_allow_fp16_reduced_precision_reduction),
-    setting(_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
-    setting(
+    *(float32(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+    Setting(
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda pair: _C._set_cublas_allow_fp16_reduced_precision_reduction(*pair),
+    ),
+    Setting(
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda pair: _C._set_cublas_allow_bf16_reduced_precision_reduction(*pair),
+    ),
+    Setting(_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    Setting(_C._get_cpu_allow_fp16_reduced_precision_reduction, _C._set_cpu_allow_fp16_reduced_precision_reduction),
+    Setting(_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    Setting(
         lambda: (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
         lambda value: _C._set_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    setting(torch.get_default_dtype, torch.set_default_dtype),
-    setting(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    setting(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    setting(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    setting(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    setting(_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
-    setting(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    Setting(torch.get_default_dtype, torch.set_default_dtype),
+    Setting(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    Setting(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    Setting(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    Setting(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    Setting(_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
+    Setting(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
 )
 READS = tuple(setting.read for setting in SETTINGS)
 
@@ -108,10 +105,10 @@ def impose(wanted: list[Any], debt: dict[int, Any]) -> None:
         if SETTINGS[i].read() != wanted[i] and SETTINGS[i].raw() is IMPLICIT:
             debt[CUDA_ALL] = raw_parent("cuda")
             _set("cuda", "all", wanted[i])
-    for i, setting in enumerate(SETTINGS):
-        if setting.read() != wanted[i]:
-            owed = setting.raw()
-            setting.write(wanted[i])
+    for i, (read, write, raw) in enumerate(SETTINGS):
+        if read() != wanted[i]:
+            owed = (raw or read)()
+            write(wanted[i])
             debt[i] = owed
 
 
@@ -121,31 +118,6 @@ def repay(debt: dict[int, Any]) -> None:
             _set("cuda", "all", debt[i])
         else:
             SETTINGS[i].write(debt[i])
-
-
-def enter_process(wanted: list[Any]) -> dict[int, Any] | None:
-    """Returns what the guard must restore; None if nothing differs and no other guard is open."""
-    with LOCK:
-        if not _debts and [read() for read in READS] == wanted:
-            return None
-        debt: dict[int, Any] = {}
-        try:
-            impose(wanted, debt)
-        except BaseException:
-            repay(debt)
-            raise
-        _debts.append(debt)
-        return debt
-
-
-def exit_process(debt: dict[int, Any]) -> None:
-    with LOCK:
-        (place,) = (i for i, other in enumerate(_debts) if other is debt)
-        if place == len(_debts) - 1:
-            repay(debt)
-        else:  # a younger guard of another thread is still open, and will restore these too
-            _debts[place + 1] |= debt
-        del _debts[place]
 
 
 def autocast_state() -> tuple[tuple[bool, ...], tuple[torch.dtype, ...], bool]:
@@ -173,13 +145,21 @@ class Precision:
     deterministic mode, the default dtype, and the allowed attention kernels. As a context manager, sets them, and then
     restores the previous ones. It is re-entrant, and usable from any thread."""
 
-    __slots__ = ("autocast", "process")
-
     def __init__(self) -> None:
         self.autocast, self.process = autocast_state(), [read() for read in READS]
 
     def __enter__(self) -> Precision:
-        debt, now = enter_process(self.process), autocast_state()
+        debt: dict[int, Any] | None = None  # nothing to restore
+        with LOCK:
+            if _debts or [read() for read in READS] != self.process:
+                debt = {}
+                try:
+                    impose(self.process, debt)
+                except BaseException:
+                    repay(debt)
+                    raise
+                _debts.append(debt)
+        now = autocast_state()
         if now != self.autocast:
             set_autocast(self.autocast)
         if any(self.autocast[0]):
@@ -197,25 +177,12 @@ class Precision:
         # The outermost region clears the cache of cast weights: autograd's thread is in no autocast, and would hold them.
         if any(self.autocast[0]) and _C.autocast_decrement_nesting() == 0:
             _C.clear_autocast_cache()
-        if debt is not None:
-            exit_process(debt)
-
-    def autocast_dtype(self, device_type: str) -> torch.dtype | None:
-        """Returns autocast's dtype on this device type; None if autocast was off."""
-        enabled, dtypes, _ = self.autocast
-        place = DEVICES.index(torch.device(device_type).type) if torch.device(device_type).type in DEVICES else None
-        return dtypes[place] if place is not None and enabled[place] else None
-
-    def fp32_precision(self, backend: str, op: str) -> str:
-        """Returns "ieee", "tf32", "bf16" and so on for backend "cuda" or "mkldnn" and op "matmul", "conv" or "rnn"."""
-        if (backend, op) not in FLOAT32:
-            raise RuntimeError(
-                "fp32_precision: backend must be 'cuda' or 'mkldnn' and op 'matmul', 'conv' or 'rnn' but they are "
-                f"{backend!r} and {op!r}"
-            )
-        return self.process[FLOAT32.index((backend, op))]
-
-    @property
-    def deterministic(self) -> bool:
-        """Returns whether deterministic algorithms were on."""
-        return self.process[DETERMINISTIC][0]
+        if debt is None:
+            return
+        with LOCK:
+            (place,) = (i for i, other in enumerate(_debts) if other is debt)
+            if place == len(_debts) - 1:
+                repay(debt)
+            else:  # a younger guard of another thread is still open, and will restore these too
+                _debts[place + 1] |= debt
+            del _debts[place]

@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.weak import TensorWeakRef
 
 from .containers import CONTAINERS, take_apart
-from .modules import SCALARS, ModuleState, is_of, reach, unseen
+from .modules import SCALARS, ModuleState, is_of, unseen
 from .precision import Precision
 
 DEEPEST = 1000  # guards against a list that holds itself
@@ -93,7 +93,7 @@ def saved(tensors: list[Tensor]) -> Tensor:
         return _Saved.apply(_ROOT, tensors)
 
 
-class SegmentState:
+class SegmentState(ModuleState):
     """The state that a call reads, recorded in forward. enter() restores it, exit() restores what was there before enter().
 
     own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
@@ -104,17 +104,17 @@ class SegmentState:
     def __init__(
         self, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool, values: bool, own: Any, reachable: tuple
     ):
-        self.precision, self.modules, self.modes = Precision(), ModuleState(values), function_modes()
-        self.generators: list[torch.Generator] = []
+        super().__init__(values)
+        self.precision, self.modes = Precision(), function_modes()
         self.tensors: list[Tensor] = []  # each once: the recompute of mha(x, x, x) gets one x
         self.known: dict[int, int] = {}  # id -> index in tensors
         self.caches: list[tuple[int, TensorWeakRef, int]] = []  # index, tensor, version before forward
         with _C.DisableTorchFunction():
             if own is not None:
-                self.modules.add_module(own, own=True)
+                self.add_module(own, own=True)
             self.given = self.take((args, kwargs), -1)
             for value in reachable:
-                reach(value, self.modules, self.generators)
+                self.reach(value)
             devices = dict.fromkeys(x.device for x in self.tensors if x.device.type not in ("cpu", "meta"))
         tensors, self.tensors, self.known = self.tensors, [], {}
         alone = [place for place, *_ in self.caches]
@@ -123,7 +123,7 @@ class SegmentState:
         self.random: list[tuple[torch.Generator, Tensor]] = []
         if preserve_rng_state:
             of_devices = (torch.get_device_module(d).default_generators[d.index] for d in devices)
-            generators = [torch.default_generator, *self.modules.generators, *self.generators, *of_devices]
+            generators = [torch.default_generator, *self.generators, *of_devices]
             self.random = [(generator, read_generator(generator)) for generator in generators]
         self.recorded: list[Tensor] | None = [] if not preserve_rng_state or _thread.drawings else None
 
@@ -149,21 +149,20 @@ class SegmentState:
                 if depth > 1 and not value.requires_grad:
                     self.caches.append((place, TensorWeakRef(value), value._version))
             return place
-        kind = type(value)
+        kind, make = type(value), None
         if kind is tuple or kind is list:
-            return kind, [self.take(item, depth + 1) for item in value]
-        if is_of(value, tuple) and hasattr(value, "_make"):
-            return kind._make, [self.take(item, depth + 1) for item in value]
-        if kind is dict:
-            keys = list(value)
-            return lambda held: dict(zip(keys, held, strict=True)), [self.take(value[key], depth + 1) for key in keys]
-        if kind not in SCALARS and not is_of(value, type):
+            make, items = kind, value
+        elif is_of(value, tuple) and hasattr(value, "_make"):
+            make, items = kind._make, value
+        elif kind is dict:
+            keys, items = list(value), value.values()
+            make = lambda held: dict(zip(keys, held, strict=True))  # noqa: E731
+        elif kind not in SCALARS and not is_of(value, type):
             if issubclass(kind, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
-                parts = take_apart(value)
-                if parts is not None:
-                    return parts[1], [self.take(item, depth + 1) for item in parts[0]]
-            reach(value, self.modules, self.generators, depth)
-        return None, value
+                items, make = take_apart(value) or ((), None)
+            if make is None:
+                self.reach(value, depth)
+        return make, value if make is None else [self.take(item, depth + 1) for item in items]
 
     def arguments(self) -> tuple[tuple, dict[str, Any]]:
         """Returns the (args, kwargs) of forward. Runs unpack hooks, and so a parent region's recompute."""
@@ -174,7 +173,7 @@ class SegmentState:
     def settle(self) -> None:
         """Notes after forward what forward itself updated: its writes into a nested tensor without gradient (a cache) are
         not errors."""
-        self.modules.settle()
+        super().settle()
         for place, reference, version in self.caches:
             x = reference()
             if x is not None and x._version != version:
@@ -192,7 +191,7 @@ class SegmentState:
                 undo.append(_thread.drawings.pop)
             restore(self.random)
             with _C.DisableTorchFunction():
-                self.modules.enter(undo)
+                self.enter_modules(undo)
             set_function_modes(self.modes)
         except BaseException:
             self.exit()
@@ -208,21 +207,6 @@ class SegmentState:
                 function()
         self.precision.__exit__()
 
-    def parameters(self) -> list[Tensor]:
-        """Returns the parameters of the module that the call runs."""
-        return self.modules.parameters()
-
-    def roots(self) -> list[torch.nn.Module]:
-        """Returns the modules that the call can reach, without their submodules."""
-        return list(self.modules.roots)
-
-    def reclassed(self) -> list[tuple]:
-        return self.modules.reclassed()
-
-    @unseen
-    def changed(self) -> list[tuple]:
-        return self.modules.changed()
-
 
 def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
     """Puts together what `take` took apart."""
@@ -232,7 +216,7 @@ def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
     if make is None:
         return held
     held = [given_again(child, tensors) for child in held]
-    return held if make is list else make(tuple(held))
+    return make(tuple(held))
 
 
 def restore(states: list[tuple[torch.Generator, Tensor]]) -> None:

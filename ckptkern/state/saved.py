@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -21,8 +21,6 @@ class SavedTensors:
     """Base class of a region. places: weak references to the placeholders. metadata: of every place, or of none if not
     compared. watched: (weak reference, version) of parameters by id. completed: forward has returned. lenient: a backward
     pass inside forward recomputed the region, so the number of tensors says nothing."""
-
-    __slots__ = ("_metadata", "compares", "completed", "lenient", "places", "stops_early", "watched")
 
     def __new__(cls, *_: Any, **__: Any) -> SavedTensors:
         self = super().__new__(cls)
@@ -55,9 +53,10 @@ class SavedTensors:
             self.watched[id(parameter)] = TensorWeakRef(parameter), parameter._version
 
     def moved(self) -> list[tuple[int, Tensor, int]]:
-        parameters = ((key, reference(), version) for key, (reference, version) in self.watched.items())
         return [
-            parameter for parameter in parameters if parameter[1] is not None and parameter[1]._version != parameter[2]
+            (key, x, version)
+            for key, (reference, version) in self.watched.items()
+            if (x := reference()) is not None and x._version != version
         ]
 
     def changed(self) -> tuple[Tensor, int, int] | None:
@@ -235,13 +234,6 @@ def asks_for_some() -> bool:
     return bool(left_out())
 
 
-class _Sum(NamedTuple):
-    """The sum of one backward pass at a place. waits: the nodes that have not added to it yet."""
-
-    waits: set[int]
-    total: list[Tensor]
-
-
 class GradientSums:
     """Sums in float32 the gradients that several chunks of a graph send to one 16-bit tensor, and rounds once, where autograd
     would round once per chunk (csrc/gradient_sums.h). Hooks of the chunks' nodes hold their gradients back; the last one sends
@@ -255,7 +247,8 @@ class GradientSums:
         self.since = _C._autograd._get_sequence_nr()
         self.nodes: list[Any] = []  # that send gradients
         self.senders: dict[tuple[Any, int], set[int]] = {}  # (node outside, input) -> indices in `nodes`
-        self.sums: dict[tuple, _Sum] = {}  # by (node, input) and backward pass
+        # by (node, input) and backward pass: the nodes that have not added to it yet, and the sum, if there is one
+        self.sums: dict[tuple, tuple[set[int], list[Tensor]]] = {}
 
     def redirect(self, output: Tensor) -> None:
         """Registers the hooks of a chunk. output: the chunk's."""
@@ -281,36 +274,31 @@ class GradientSums:
                 node.register_hook(functools.partial(_hold_back, ref(self), len(self.nodes), places))
                 self.nodes.append(node)
 
-    def add(self, sender: int, place: tuple[Any, int], grads: list[Tensor]) -> Tensor | None:
-        """Adds what a node sends to a place. Returns the sum if the node is the last in this backward pass."""
-        key = place, _C._current_graph_task_id()
-        if key not in self.sums:
-            self.sums[key] = _Sum({node for node in self.senders[place] if executes(self.nodes[node])[0]}, [])
-        waits, total = self.sums[key]
-        for grad in grads:
-            wide = grad.float()
-            total[:] = [wide if not total else total[0] + wide if wide.requires_grad else total[0].add_(wide)]
-        waits.discard(sender)
-        if waits:
-            return None
-        del self.sums[key]
-        if total and not grads:
-            raise RuntimeError(
-                f"ckptkern.tiled: {self.nodes[sender].name()}, the last of a sum, has no gradient. Run with ckptkern's C++ "
-                "extension (python -m ckptkern env), or give chunks=1"
-            )
-        return total[0].to(grads[0].dtype) if total else None
-
 
 def _hold_back(
-    sums: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _: Any
+    reference: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _: Any
 ) -> tuple[Tensor | None, ...]:
-    """Holds back a node's gradients for these places: its hook. places: (node, input) -> indices of the gradients sent
-    there."""
-    sent = list(grads)
+    """Adds a node's gradients to the sums of their places, and returns these where the node is the last in this backward pass:
+    its hook. places: (node, input) -> indices of the gradients sent there."""
+    sums, sent = reference(), list(grads)
     for place, slots in places.items():
-        present = [i for i in slots if grads[i] is not None]
-        total = sums().add(sender, place, [grads[i] for i in present])
+        key, present = (place, _C._current_graph_task_id()), [i for i in slots if grads[i] is not None]
+        if key not in sums.sums:
+            sums.sums[key] = {node for node in sums.senders[place] if executes(sums.nodes[node])[0]}, []
+        waits, total = sums.sums[key]
         for i in present:
-            sent[i], total = total, None
+            wide = grads[i].float()
+            total[:] = [wide if not total else total[0] + wide if wide.requires_grad else total[0].add_(wide)]
+            sent[i] = None
+        waits.discard(sender)
+        if waits:
+            continue
+        del sums.sums[key]
+        if total and not present:
+            raise RuntimeError(
+                f"ckptkern.tiled: {sums.nodes[sender].name()}, the last of a sum, has no gradient. Run with ckptkern's C++ "
+                "extension (python -m ckptkern env), or give chunks=1"
+            )
+        if total:
+            sent[present[0]] = total[0].to(grads[present[0]].dtype)
     return tuple(sent)

@@ -73,17 +73,16 @@ class compress(Chained):
             raise ValueError(f"compress: method must be one of 'fp8', 'int8', not {method!r}")
         if not isinstance(block, int) or block < 1:
             raise ValueError(f"compress: block must be an int of at least 1, not {block!r}")
-        self._code, self._block = _CODES[method], block
+        self._code, self._block, self._rows = _CODES[method], block, max(CHUNK // block, 1)  # rows at a time
 
     def accepts(self, tensor: Tensor) -> bool:
         return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and super().accepts(tensor)
 
     def put(self, flat: Tensor) -> _Packed:
-        code, block = self._code, self._block
+        code, block, step = self._code, self._block, self._rows
         rows = -(-flat.numel() // block)
         codes = torch.empty(rows, block, dtype=code.dtype, device=flat.device)
         scales = torch.empty(rows, 1, dtype=torch.float32, device=flat.device)
-        step = max(CHUNK // block, 1)
         for row in range(0, rows, step):
             piece = flat[row * block : (row + step) * block].float()
             x = torch.nn.functional.pad(piece, (0, -piece.numel() % block)).view(-1, block)
@@ -99,10 +98,9 @@ class compress(Chained):
         return _Packed(self._then.put(codes.view(-1)), self._then.put(scales.view(-1)), flat.numel(), flat.dtype)
 
     def get(self, packed: _Packed) -> Tensor:
-        block, infinity = self._block, self._code.infinity
+        block, step, infinity = self._block, self._rows, self._code.infinity
         codes, scales = self._then.get(packed.codes).view(-1, block), self._then.get(packed.scales).view(-1, 1)
         flat = torch.empty(packed.n, dtype=packed.dtype, device=codes.device)
-        step = max(CHUNK // block, 1)
         for row in range(0, len(codes), step):
             code = codes[row : row + step].float()
             x = torch.where(code.abs() == infinity, code * torch.inf, code * scales[row : row + step])

@@ -78,15 +78,13 @@ class _Lane:
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
             try:
-                descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
-                try:
+                with tempfile.NamedTemporaryFile(
+                    prefix="ckptkern-", dir=self.directory
+                ) as file:  # the mapping outlives it
                     os.posix_fallocate(
-                        descriptor, 0, size
+                        file.fileno(), 0, size
                     )  # a sparse file on a full disk kills the process when written
-                    buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-                finally:
-                    os.close(descriptor)
-                    os.unlink(path)  # so nothing is left to clean up
+                    buffer = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
             except OSError as error:
                 message = f"offload: not enough space for {size} bytes: {error.strerror}"
                 raise OSError(error.errno, message, self.directory) from error

@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -163,7 +162,6 @@ class Store:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: exclude must hold tensors, not {type(tensor).__name__}")
             self._excluded.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
-        self._entered = threading.local()
 
     def put(self, flat: Tensor) -> object:
         """Stores flat [n], contiguous. Returns the argument of `get`; freeing it frees the stored elements."""
@@ -186,13 +184,11 @@ class Store:
         pack, unpack = functools.partial(self._pack, runs), operator.methodcaller("unpack")
         if "torch._dynamo" in sys.modules:  # after a graph break here Dynamo would compile the hooks
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        hooks.__enter__()
-        self._entered.__dict__.setdefault("hooks", []).append(hooks)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         return self
 
     def __exit__(self, *exception) -> None:
-        self._entered.hooks.pop().__exit__(*exception)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor, around: tuple[int, ...] = ()):
         """Packs a saved tensor. around: versions of the wrappers that it is a part of."""
