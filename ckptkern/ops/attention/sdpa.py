@@ -183,7 +183,7 @@ def scaled_dot_product_attention(
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
-    mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
+    mask = None if attn_mask is None else as_mask(op, attn_mask, query, (*query.shape[:3], key.shape[2]))
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
     if sinks is not None:
         check_sinks(op, sinks, query, query.shape[1])
