@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import Delayed, Late, Place, WeightGrad, add_matmul, main_grad_of
-from ..registration.op import SublayerOp, needed_names, row_count, rows_2d
-from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
-from ..sublayer.residual import OF_NORM, RandomStates, Sublayer, reference_inputs, reference_output
+from ..registration.op import SublayerOp, needed_names
+from ..sublayer.lora import LowRank, names_of, reference_linear
+from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import LAYERS, Division, PositionTensors, batch_and_rows
+from .tensors import Division, PositionTensors, batch_and_rows
 
 # Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
 # reads besides the quantity's gradient and the parameters.
@@ -160,19 +160,6 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
     return context.own(t.cos, -2), context.own(t.sin, -2)
 
 
-def update_of(letter: str, rows: int, t: Any, o: Any) -> LowRank | None:
-    """Returns the low-rank update of wq, wk, wv or wo, for `rows` rows of x, or None."""
-    return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
-
-
-def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
-    masks = t.mask is not None or t.padding is not None
-    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
-    if o.workspace is not None:
-        o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
-
-
 class CoreSublayer(Sublayer):
     """Computes a sublayer around core attention for one input: every quantity once, from x and the saved tensors.
 
@@ -184,8 +171,8 @@ class CoreSublayer(Sublayer):
     division, of_heads     the number of groups, and the dimension of each tensor along which its heads lie
     source, source_values  the input of the projections, and the quantities that need it
     projected              q, k, v of all heads, as they are saved
-    reference_heads        (h, t, o) -> q, k, v [B, S, heads, D], the gate of o or None, in differentiable PyTorch ops
     heads                  q, k, v as the core reads them
+    reference_heads        (h) -> (q, k, v), the gate of o or None, in differentiable PyTorch ops
     add_projection_gradients, input_gradient
     """
 
@@ -209,7 +196,12 @@ class CoreSublayer(Sublayer):
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
-        return sublayer_core(self.t, self.o)
+        t, o = self.t, self.o
+        masks = t.mask is not None or t.padding is not None
+        mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
+        if o.workspace is not None:
+            o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
+        return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
 
     @functools.cached_property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
@@ -495,12 +487,14 @@ class CoreOp(SublayerOp):
             raise NotImplementedError(
                 "attention: second-order gradients are not supported over a context-parallel group"
             )
-        *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
-        out = eager.attention_reference(*(head.transpose(1, 2) for head in heads), sublayer_core(t, o)).transpose(1, 2)
+        sublayer = cls.Sublayer(x, t, o._replace(backend="eager", workspace=None), holds=True)
+        heads, gate = sublayer.reference_heads(sublayer.inputs().view(x.shape))
+        out = eager.attention_reference(*heads, sublayer.core)
+        out = out.transpose(1, 2)
         out = out if gate is None else out * torch.sigmoid(gate)
         out = out.reshape(*x.shape[:-1], t.wo.shape[1])
-        f = reference_linear(out, t.wo, t.bo, update_of("o", row_count(x), t, o))
-        return reference_output(x, f, t, o)
+        f = reference_linear(out, t.wo, t.bo, sublayer.updates.get("o"))
+        return sublayer.output(sublayer.drop(f.flatten(0, -2))).view(f.shape)
 
 
 def constants_of(kind: type) -> frozenset[int]:

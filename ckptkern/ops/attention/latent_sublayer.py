@@ -24,9 +24,8 @@ from .core_sublayer import (
     input_operands,
     linear_operands,
     norm_operands,
-    rotary_of,
 )
-from .tensors import Division, HeadsOptions, PositionTensors, batch_and_rows, bytes_around
+from .tensors import Division, HeadsOptions, PositionTensors, bytes_around
 
 
 @with_fields(AroundTensors, ..., PositionTensors, RandomStates)
@@ -212,9 +211,17 @@ class LatentSublayer(CoreSublayer):
         q, kv = raw.split([rows * of_q, rows * (self.sizes.latents - of_q)])
         return q.view(rows, of_q), kv.view(rows, self.sizes.latents - of_q)
 
+    def normed_latent(self, latent: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns a latent after its norm, if it has one."""
+        return (
+            latent
+            if weight is None
+            else self.norm_fwd(latent, weight, None, self.o.latent_norm_eps, "rms", self.o.dtype)
+        )
+
     def source(self, saved: Saved) -> Latents:
         """Returns the latents, from the raw ones if these were saved."""
-        t, o, raw, rope = self.t, self.o, saved.get("latents"), self.sizes.rope
+        t, raw, rope = self.t, saved.get("latents"), self.sizes.rope
         formed = raw is None
         h = self.inputs() if formed or t.wqa is None else None
         raw = h.new_empty(h.shape[0] * self.sizes.latents) if formed else raw
@@ -225,13 +232,9 @@ class LatentSublayer(CoreSublayer):
             eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=of_kv)
         if formed and rope:
             self.rotate(of_kv[:, -rope:], 1)
-        q, kv = h if t.wqa is None else of_q, of_kv[:, : self.sizes.kv_rank]
-        h = None
-        if t.q_a_norm is not None:
-            q = self.norm_fwd(q, t.q_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
-        if t.kv_a_norm is not None:
-            kv = self.norm_fwd(kv, t.kv_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
-        return Latents(raw, q, kv)
+        q, h = h if t.wqa is None else of_q, None
+        q = self.normed_latent(q, t.q_a_norm)
+        return Latents(raw, q, self.normed_latent(of_kv[:, : self.sizes.kv_rank], t.kv_a_norm))
 
     def projected(self, latents: Latents) -> dict[str, Tensor]:
         """Returns q [tokens, heads (nope + rope)], rotated, kv [tokens, heads (nope + v)], and their raw latents, by name."""
@@ -335,22 +338,15 @@ class LatentSublayer(CoreSublayer):
 
     # -- the reference implementation
 
-    @staticmethod
-    def reference_heads(h: Tensor, t: LatentTensors, o: LatentOptions) -> tuple[Tensor, Tensor, Tensor, None]:
-        (B, S), (H, nope, rope, v, _, kv_rank) = batch_and_rows(h), sizes_of(t, o.num_heads)
-        h = h.reshape(B, S, h.shape[-1])
-
-        def norm(latent: Tensor, weight: Tensor | None) -> Tensor:
-            arguments = weight, None, o.latent_norm_eps, "rms", o.dtype
-            return latent if weight is None else eager.norm_fwd(latent, *arguments)
-
-        q = h if t.wqa is None else norm(reference_linear(h, t.wqa, t.bqa), t.q_a_norm)
-        q = reference_linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope))
+    def reference_heads(self, h: Tensor) -> tuple[tuple[Tensor, ...], None]:
+        t, o, (H, nope, rope, v, _, kv_rank) = self.t, self.o, self.sizes
+        h = h.reshape(self.B, self.S, h.shape[-1])
+        q = h if t.wqa is None else self.normed_latent(reference_linear(h, t.wqa, t.bqa), t.q_a_norm)
+        unrotated, q = reference_linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope)).split([nope, rope], -1)
         latent, shared = reference_linear(h, t.wkva, t.bkva).split([kv_rank, rope], -1)
-        kv = reference_linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb)
-        k, value = kv.unflatten(-1, (H, nope + v)).split([nope, v], -1)
-        unrotated, q = q.split([nope, rope], -1)
-        shared, angles = shared.unsqueeze(2), rotary_of(S, rope, t, o)
-        if angles[0] is not None:
-            q, shared = (eager.heads_fwd(heads, None, 0.0, *angles, o.interleaved) for heads in (q, shared))
-        return torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1), value, None
+        kv = reference_linear(self.normed_latent(latent, t.kv_a_norm), t.wkvb, t.bkvb)
+        (k, value), shared = kv.unflatten(-1, (H, nope + v)).split([nope, v], -1), shared.unsqueeze(2)
+        if self.angles[0] is not None:
+            q, shared = (eager.heads_fwd(heads, None, 0.0, *self.angles, o.interleaved) for heads in (q, shared))
+        heads = torch.cat((unrotated, q), -1), torch.cat((k, shared.expand_as(q)), -1), value
+        return tuple(part.transpose(1, 2) for part in heads), None

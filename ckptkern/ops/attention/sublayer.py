@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import eager
 from ..registration.gradients import add_matmul
 from ..registration.op import rows_2d
-from ..sublayer.lora import LowRank, names_of, reference_linear
+from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
 from .context import ExchangedHeads, GatheredHeads
 from .core_sublayer import (
     CoreSublayer,
@@ -25,8 +25,6 @@ from .core_sublayer import (
     input_operands,
     linear_operands,
     norm_operands,
-    rotary_of,
-    update_of,
 )
 from .tensors import (
     LAYERS,
@@ -34,7 +32,6 @@ from .tensors import (
     AttentionTensors,
     Division,
     Projection,
-    batch_and_rows,
     division,
     over_all_heads,
     projections,
@@ -103,9 +100,9 @@ class AttentionSublayer(CoreSublayer):
 
     @functools.cached_property
     def updates(self) -> dict[str, LowRank]:
-        updates = {}
+        updates, rows = {}, self.x.shape[0] + (0 if self.key_value is None else self.key_value.shape[0])
         for letter in LAYERS if self.o.lora else ():
-            if (pair := update_of(letter, self.x.shape[0], self.t, self.o)) is not None:
+            if (pair := low_rank(self.t, self.o, LAYERS, letter, rows)) is not None:
                 updates[letter] = pair
         if self.index and "o" in updates:
             pair = updates["o"]
@@ -132,10 +129,12 @@ class AttentionSublayer(CoreSublayer):
             for start, stop in self.division.chunks:
                 yield slice(start, stop), self.rows(start, stop).inputs()
 
-    def blocks(self, qkv: Tensor) -> list[Tensor]:
+    def blocks(self, qkv: Tensor | list[Tensor]) -> list[Tensor]:
         """Returns each projection's result [rows, outputs] in qkv, or its gradient in dqkv, as a contiguous block. cuBLASLt
         adds a bias in its epilogue to contiguous rows alone; into columns of wider rows ATen copies it before
         (Blas.cpp)."""
+        if isinstance(qkv, list):  # the reference implementation's
+            return qkv
         parts = (qkv,) if len(self.sizes) == 1 else qkv.split(self.sizes)
         return [block.view(shape) for block, shape in zip(parts, self.shapes, strict=True)]
 
@@ -323,23 +322,14 @@ class AttentionSublayer(CoreSublayer):
 
     # -- the reference implementation
 
-    @staticmethod
-    def reference_heads(
-        h: Tensor, t: AttentionTensors, o: AttentionOptions
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        (B, S), D = batch_and_rows(h), t.wo.shape[1] // o.num_heads
-        sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
+    def reference_heads(self, h: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         blocks = []
-        for part in projections(t, o):
-            pair = None if part.letter == "g" else update_of(part.letter, B * S, t, o)
-            y = reference_linear(sources[part.of_key_value], part.weight, part.bias, pair)
-            blocks.append(y.flatten(0, -2))
-        q, k, v = split_heads(blocks, t, o, B, S)
-        angles = rotary_of(S, D, t, o)
-        if t.q_norm is not None or angles[0] is not None:
-            q = rotated(eager, q, t.q_norm, t.q_norm_bias, angles, o)
-            k = rotated(eager, k, t.k_norm, t.k_norm_bias, angles, o)
-        return q, k, v, split_gate(blocks, t, o, B, S) if t.wg is not None or o.gate_in_query else None
+        for part in self.projections:
+            rows = self.t.key_value.to(self.o.dtype) if part.of_key_value else h
+            pair = None if part.letter == "g" else self.update(part)
+            blocks.append(reference_linear(rows, part.weight, part.bias, pair).flatten(0, -2))
+        heads, _, gate = self.heads(None, {"qkv": blocks}, True, backward=True)
+        return heads, gate
 
 
 def in_rows(heads: Tensor) -> Tensor:
