@@ -18,6 +18,7 @@ from .core import CoreOptions
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
+    Layer,
     Saved,
     Table,
     from_core,
@@ -279,7 +280,7 @@ class LatentSublayer(CoreSublayer):
             if rope:
                 self.rotate_back(dq[..., nope:])
             dq = dq.view(rows, H * qk)
-            self.add_layer_gradients("q", dq, latents.q, grads)
+            self.add_layer("q", dq, latents.q, grads)
             if "q_read" in formed:
                 totals["q"] = add_matmul(totals.get("q"), dq, self.cast(self.t.wq), wide=wide)
         dq = None
@@ -292,9 +293,14 @@ class LatentSublayer(CoreSublayer):
             dkv[..., nope:].copy_(dv[..., :v].transpose(1, 2))
             dk = dv = None
             dkv = dkv.view(rows, H * (nope + v))
-            self.add_layer_gradients("kvb", dkv, latents.kv, grads)
+            self.add_layer("kvb", dkv, latents.kv, grads)
             if "kv_read" in formed:
                 totals["kv"] = add_matmul(totals.get("kv"), dkv, self.cast(self.t.wkvb), wide=wide)
+
+    def add_layer(self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients) -> None:
+        """Adds the gradients of a layer that reads `rows`."""
+        layer = Layer(letter, self.places.get(f"w{letter}"), None, d)
+        self.add_layer_gradients((layer,), ((slice(None), rows),), grads)
 
     def latent_gradient(self, name: str, d: Tensor, raw: Tensor, grads: Gradients) -> Tensor:
         """Returns the gradient of a latent before its norm, from that after it."""
@@ -320,7 +326,7 @@ class LatentSublayer(CoreSublayer):
             dh = d
         elif "q_read" in formed:
             d = self.latent_gradient("q_a_norm", d, of_q, grads)
-            self.add_layer_gradients("qa", d, h, grads)
+            self.add_layer("qa", d, h, grads)
             dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if "h" in formed else None
         d = None
         if "kv_read" not in formed:
@@ -331,7 +337,7 @@ class LatentSublayer(CoreSublayer):
             shared = totals.pop("rope").unsqueeze(2)
             self.rotate_back(shared)
             d[:, kv_rank:] = shared.view(d.shape[0], rope)
-        self.add_layer_gradients("kva", d, h, grads)
+        self.add_layer("kva", d, h, grads)
         if "h" in formed:
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
         return dh

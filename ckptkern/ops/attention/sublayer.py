@@ -19,6 +19,7 @@ from .context import ExchangedHeads, GatheredHeads
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
+    Layer,
     Saved,
     Table,
     from_core,
@@ -289,30 +290,22 @@ class AttentionSublayer(CoreSublayer):
         """Adds the gradients of wq, wk, wv and wg (d^T rows of each projection's input), of their biases and low-rank
         updates, and of h and key_value to the totals, which several groups sum in float32. results: from
         `core_gradients`."""
-        (need, formed, _), layers = grads.plan, {False: [], True: []}
+        formed, layers = grads.plan.formed, {False: [], True: []}
         for part, d in zip(self.projections, self.projected_gradients(results, grads), strict=True):
             if d is None:
                 continue
-            letter, reads, pair, du = part.letter, "key_value" if part.of_key_value else "h", self.update(part), None
-            if pair is not None and not formed.isdisjoint((reads, *names_of(letter))):
-                du = pair.inner_gradient(d)
-            if (name := f"b{letter}") in need:
-                grads.put(name, eager.column_sum(d, part.bias.dtype), part.rows)
-            chunks = 1 if part.of_key_value or h is not None else len(self.division.chunks)
-            if sums := self.weight_sums(letter, part.rows, grads, chunks):
-                layers[part.of_key_value].append((sums, letter, pair, d, du))
+            reads, update, du = "key_value" if part.of_key_value else "h", self.update(part), None
+            if update is not None and not formed.isdisjoint((reads, *names_of(part.letter))):
+                du = update.inner_gradient(d)
+            layers[part.of_key_value].append(Layer(part.letter, part.rows, update, d, du))
             if reads in formed:
                 total = add_matmul(grads.totals.get(reads), d, self.cast(part.weight), wide=self.count > 1)
                 if du is not None:
-                    pair.add_input_gradient(self.p, du, total)
+                    update.add_input_gradient(self.p, du, total)
                 grads.totals[reads] = total
         for of_key_value, group in layers.items():
-            for place, rows in self.read(h, of_key_value) if group else ():
-                for sums, letter, pair, d, du in group:
-                    part_of_du = du if du is None else du[place]
-                    self.add_to_sums(sums, letter, pair, d[place], part_of_du, rows, place.start or 0)
-            for sums, *_ in group:
-                grads.written(sums)
+            chunks = 1 if of_key_value or h is not None else len(self.division.chunks)
+            self.add_layer_gradients(group, self.read(h, of_key_value), grads, chunks)
 
     def input_gradient(self, latents: None, grads: Gradients) -> Tensor | None:
         """Returns the gradient of h; stores that of key_value."""
