@@ -88,11 +88,6 @@ def by_group(x: Tensor, H_kv: int) -> Tensor:
     return x if H_kv == H else x.reshape(B, H_kv, H // H_kv * S, N)
 
 
-def by_head(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undoes `by_group`."""
-    return x if x.shape == shape else x.reshape(shape)
-
-
 def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     """Returns the scores s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
     return masked_scores(capped_scores(q, k, core), q, k, core)
@@ -101,7 +96,7 @@ def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
 def capped_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     """Returns the scores before masks: scale q k^T, or softcap tanh(scale q k^T / softcap)."""
     s = torch.matmul(by_group(wide(q), k.shape[1]), wide(k).transpose(-1, -2))
-    s = by_head(s, (*q.shape[:3], k.shape[2])) * core.scale
+    s = s.reshape(*q.shape[:3], k.shape[2]) * core.scale
     return torch.tanh(s / core.softcap) * core.softcap if core.softcap else s
 
 
@@ -180,8 +175,21 @@ def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """Computes o in differentiable PyTorch ops. Rows that see nothing are zeros with zero gradients."""
-    if kind := own_dispatch((q, k, v, core.mask)):
-        return _attention_of(kind, q, k, v, core)
+    if kind := own_dispatch(
+        (q, k, v, core.mask)
+    ):  # torch's is the only attention op that a tensor subclass may implement
+        causal, mask = core.window == (None, 0), core.mask
+        unusual = core.slopes is not None or core.sinks is not None or core.cu_q is not None or core.softcap
+        if unusual or not (causal or core.window == (None, None)):
+            raise TypeError(
+                f"attention of a {kind.__name__} takes no window, slopes, sinks, softcap or packed sequences"
+            )
+        mask = mask.bool() if mask is not None and mask.dtype == torch.int8 else mask
+        if causal and mask is not None:
+            raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
     if is_packed(q, core):
         return each_sequence(lambda q, k, v, own: (attention_reference(q, k, v, own),), core, (q,), (k, v))[0]
     s = attention_scores(q, k, core)
@@ -197,21 +205,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
     """Computes p v [B, H, Sq, D] for p [B, H, Sq, Sk]."""
-    return by_head(torch.matmul(by_group(p, v.shape[1]), v), (*p.shape[:3], v.shape[3]))
-
-
-def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """Computes o by torch's scaled_dot_product_attention, the only attention op that a tensor subclass may implement."""
-    causal = core.window == (None, 0)
-    unusual = core.slopes is not None or core.sinks is not None or core.cu_q is not None or core.softcap
-    if unusual or not (causal or core.window == (None, None)):
-        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes, sinks, softcap or packed sequences")
-    mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
-    if causal and mask is not None:
-        raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    return torch.matmul(by_group(p, v.shape[1]), v).reshape(*p.shape[:3], v.shape[3])
 
 
 def is_packed(q: Tensor, core: AttentionCore) -> bool:
