@@ -31,7 +31,7 @@ from ..dispatch.choices import (
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import NO_UPDATES, gather_lora
 from ..sublayer.residual import NORMS, around
-from .context import check_context, check_longest
+from .context import check_context
 from .core import check_sinks, check_whole_sequence, fused_core
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
@@ -458,7 +458,14 @@ def gather(
         **others,
     )
     if context is not None and context.exchange == "gather" and cu_seqlens is not None and max_len < S:
-        check_longest(op, cu_seqlens, max_len)
+        message = f"{op}: on several ranks max_seqlen={max_len} must not be below the longest sequence; leave it out"
+        fits = (cu_seqlens.diff() <= max_len).all()
+        if (
+            not fits.is_cpu or torch.compiler.is_compiling()
+        ):  # a device-side assertion, for which the host does not wait
+            torch._assert_async(fits, message)
+        elif not fits:
+            raise ValueError(message)
     biases, weights = ((*layers, None, None)[:3] for layers in (biases, weights))
     own = (
         key_value,

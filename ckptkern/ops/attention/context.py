@@ -76,22 +76,15 @@ class Context(NamedTuple):
         """Joins the ranks' [n, B, S, ...] to [B, n S, ...] in the sequence's order."""
         if not self.zigzag:
             return parts.movedim(0, 1).flatten(1, 2)
-        n, B, S, *others = parts.shape
-        whole = parts.new_empty((B, 2 * n, S // 2, *others))
-        whole[:, :n].copy_(parts[:, :, : S // 2].movedim(0, 1))
-        whole[:, n:].copy_(parts[:, :, S // 2 :].flip(0).movedim(0, 1))
-        return whole.flatten(1, 2)
+        first, second = parts.chunk(2, 2)
+        return torch.cat((first.movedim(0, 1), second.flip(0).movedim(0, 1)), 1).flatten(1, 2)
 
     def parted(self, x: Tensor) -> Tensor:
         """Splits [B, n S, ...] into the ranks' [n, B, S, ...]."""
         parts = x.unflatten(1, (self.chunks, -1)).movedim(1, 0)
         if not self.zigzag:
             return parts
-        _, B, rows, *others = parts.shape
-        whole = parts.new_empty((self.size, B, 2, rows, *others))
-        whole[:, :, 0].copy_(parts[: self.size])
-        whole[:, :, 1].copy_(parts[self.size :].flip(0))
-        return whole.flatten(2, 3)
+        return torch.stack((parts[: self.size], parts[self.size :].flip(0)), 2).flatten(2, 3)
 
     def stream(self, rng: Tensor) -> Tensor:
         """Returns this rank's own random state, derived from a state that is equal on all ranks, for masks of its rows."""
@@ -107,17 +100,6 @@ class Context(NamedTuple):
         """Starts the all-to-all of [n, ...]: part r goes to rank r, and rank r's part takes its place."""
         ones = [1] * self.size
         return _c10d.all_to_all_single(x.contiguous(), ones, ones, self.group)
-
-    # -- heads
-
-    def spread(self, queries: Callable[[], Tensor], k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
-        """Starts the collective for k and v [B, heads, S, D] of this rank's rows and returns the heads that attend.
-        queries: computes q while the collective runs."""
-        return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, queries, k, v)
-
-    def core_of_rows(self, core: eager.AttentionCore) -> eager.AttentionCore:
-        """Returns `core` for quantities of single rows, such as delta."""
-        return core._replace(cu_q=None, cu_k=None)
 
 
 def check_context(
@@ -162,16 +144,6 @@ def check_context(
     if drops and (S // 2 if context.zigzag else S) % 16:
         return f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {S}"
     return None
-
-
-def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """Raises ValueError on a CPU; on a GPU, a device-side assertion, for which the host does not wait."""
-    message = f"{op}: on several ranks max_seqlen={max_seqlen} must not be below the longest sequence; leave it out"
-    fits = (cu_seqlens.diff() <= max_seqlen).all()
-    if not fits.is_cpu or torch.compiler.is_compiling():
-        torch._assert_async(fits, message)
-    elif not fits:
-        raise ValueError(message)
 
 
 class SpreadHeads:
@@ -241,7 +213,7 @@ class GatheredHeads(SpreadHeads):
         rows and ranks in float32."""
         dsinks = sums = None
         if need_dsinks:
-            delta = p.attn_delta(o, do, self.context.core_of_rows(core)) if delta is None else delta
+            delta = p.attn_delta(o, do, core._replace(cu_q=None, cu_k=None)) if delta is None else delta
             dsinks = eager.sink_gradient(lse, delta, core.sinks)
         if not (need_dq or need_dkv):
             self.close()

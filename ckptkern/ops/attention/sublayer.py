@@ -193,7 +193,8 @@ class AttentionSublayer(CoreSublayer):
         if self.o.context is None:
             return (self.rotated(q, "q_norm", keeps_raw), self.rotated(k, "k_norm", keeps_raw), v), raw, gate
         k = self.rotated(k, "k_norm", keeps_raw)
-        return self.o.context.spread(lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
+        spread = GatheredHeads if self.o.context.exchange == "gather" else ExchangedHeads
+        return spread(self.o.context, lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
 
     def gate_of(self, qkv: Tensor, saved: Saved | None = None) -> Tensor:
         """Returns this group's gate [B, S, heads, D or 1] from its own projections or, if saved, from those of all heads."""
@@ -223,8 +224,7 @@ class AttentionSublayer(CoreSublayer):
         the factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
         product = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
-            context, core = self.o.context, self.core
-            core = core if context is None else context.core_of_rows(core)
+            core = self.core if self.o.context is None else self.core._replace(cu_q=None, cu_k=None)
             product = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
         return (product * torch.sigmoid(-gate)).to(gate.dtype)
 
