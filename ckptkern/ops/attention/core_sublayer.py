@@ -159,18 +159,6 @@ class Gradients:
         return self.grads | {name: total.result() for name, total in self.sums.items()}
 
 
-def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (cos, sin): the given tables, tables computed from theta (in forward and again in backward), or (None, None)."""
-    context, whole = o.context, S if o.context is None else S * o.context.size
-    if o.theta:
-        positions = positions_of(whole, t.wo.device, t.cu)
-        positions = positions if context is None else context.own(positions, 0)
-        return rotary_tables(positions, dim, o.theta, interleaved=o.interleaved)
-    if context is None or t.cos is None or t.cos.shape[-2] == S:
-        return t.cos, t.sin
-    return context.own(t.cos, -2), context.own(t.sin, -2)
-
-
 class CoreSublayer(Sublayer):
     """Computes a sublayer around core attention for one input: every quantity once, from x and the saved tensors.
 
@@ -216,7 +204,21 @@ class CoreSublayer(Sublayer):
 
     @functools.cached_property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        return rotary_of(self.S, self.rotary_dim, self.t, self.o)
+        """Returns (cos, sin): the given tables, tables computed from theta (in forward and again in backward), or (None,
+        None)."""
+        t, o, context, whole = (
+            self.t,
+            self.o,
+            self.o.context,
+            self.S if self.o.context is None else self.S * self.o.context.size,
+        )
+        if o.theta:
+            positions = positions_of(whole, t.wo.device, t.cu)
+            positions = positions if context is None else context.own(positions, 0)
+            return rotary_tables(positions, self.rotary_dim, o.theta, interleaved=o.interleaved)
+        if context is None or t.cos is None or t.cos.shape[-2] == self.S:
+            return t.cos, t.sin
+        return context.own(t.cos, -2), context.own(t.sin, -2)
 
     # -- groups of heads
 

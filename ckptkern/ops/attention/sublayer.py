@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,8 +35,6 @@ from .tensors import (
     division,
     over_all_heads,
     projections,
-    split_gate,
-    split_heads,
 )
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
@@ -140,8 +137,28 @@ class AttentionSublayer(CoreSublayer):
         return [block.view(shape) for block, shape in zip(parts, self.shapes, strict=True)]
 
     def split(self, qkv: Tensor, own: Callable[[Tensor, int], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k, v [B, S, heads, D] of the projections. own: selects a group's heads."""
-        return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, own)
+        """Returns q, k and v [B, S, heads, D] of the projections. own: selects a group's heads along a dimension.
+
+        Returns views, except of q where several heads of q lie before each of several heads of k: these have no common
+        stride.
+        """
+        o, D, (first, *others) = self.o, self.D, self.blocks(qkv)
+        H, H_kv, width = o.num_heads, o.num_kv_heads, o.num_heads * D
+        first = first.view(self.B, self.S, first.shape[1])
+        if o.qkv_layout == "heads":
+            heads = first.unflatten(-1, (H_kv, H // H_kv + 2, D))
+            q, k, v = (heads if own is None else own(heads, 2)).split([H // H_kv, 1, 1], 3)
+            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if o.gate_in_query:
+            q, rest = first[..., : 2 * width].unflatten(-1, (H, 2, D))[..., 0, :], first[..., 2 * width :]
+        else:
+            q, rest = first[..., :width].unflatten(-1, (H, D)), first[..., width:]
+        if self.gate_letter == "g":
+            others.pop()
+        S_k = self.S if self.t.key_value is None else self.t.key_value.shape[-2]
+        keys = [rows.view(self.B, S_k, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
+        k, v = keys if len(keys) == 2 else keys[0].split(H_kv, 2)
+        return (q, k, v) if own is None else (own(q, 2), own(k, 2), own(v, 2))
 
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
         """Computes q, k, v and the gate, or only those in `letters`, in one buffer; no weight is copied."""
@@ -165,9 +182,14 @@ class AttentionSublayer(CoreSublayer):
     def rotated(self, raw: Tensor, name: str, keeps_raw: bool) -> Tensor:
         """Returns q or k [B, H, S, D] as the core reads it, from its projection [B, S, H, D]: normed and rotated, in place
         unless `keeps_raw`. name: of its norm."""
-        if self.rotates:
-            norm = getattr(self.t, name), getattr(self.t, f"{name}_bias")
-            raw = rotated(self.p, raw, *norm, self.angles, self.o, None if keeps_raw else raw)
+        p, o, out = self.p, self.o, None if keeps_raw else raw
+        weight, bias, normed = getattr(self.t, name), getattr(self.t, f"{name}_bias"), not self.rotates
+        if over_all_heads(weight, self.D):
+            raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
+            weight, bias, out, normed = None, None, raw, self.angles[0] is None
+        if not normed:
+            options = dict(bias=bias, kind=o.qk_norm, out=out)
+            raw = p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
         return raw.transpose(1, 2)
 
     def heads(
@@ -199,7 +221,16 @@ class AttentionSublayer(CoreSublayer):
     def gate_of(self, qkv: Tensor, saved: Saved | None = None) -> Tensor:
         """Returns this group's gate [B, S, heads, D or 1] from its own projections or, if saved, from those of all heads."""
         whole = self if saved is None or saved.get("qkv") is not qkv else self.whole or self
-        gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B, self.S)
+        rows, H, in_query = (
+            whole.blocks(qkv)[0 if self.o.gate_in_query else -1],
+            whole.o.num_heads,
+            self.o.gate_in_query,
+        )
+        rows = rows.view(self.B, self.S, rows.shape[1])
+        if in_query:
+            gate = rows[..., : 2 * H * self.D].unflatten(-1, (H, 2, self.D))[..., 1, :]
+        else:
+            gate = rows.unflatten(-1, (H, rows.shape[2] // H))
         return gate if whole is self else self.own(gate, 2)
 
     def gate_alone(self, h: Tensor | None, saved: Saved) -> Tensor:
@@ -329,21 +360,3 @@ def in_rows(heads: Tensor) -> Tensor:
     """Reshapes [B, S, heads, D] to [tokens, heads D], a view where the strides allow it."""
     B, S, H, D = heads.shape
     return heads.reshape(B * S, H * D)
-
-
-def rotated(
-    p: ModuleType,
-    raw: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    angles: tuple[Tensor | None, Tensor | None],
-    o: AttentionOptions,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns q or k [B, S, H, D] as the core reads it, normed and rotated, in `out` if given."""
-    if over_all_heads(weight, raw.shape[3]):
-        raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
-        if angles[0] is None:
-            return raw
-        weight, bias, out = None, None, raw
-    return p.heads_fwd(raw, weight, o.qk_norm_eps, *angles, o.interleaved, bias=bias, kind=o.qk_norm, out=out)

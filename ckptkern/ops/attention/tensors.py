@@ -3,7 +3,6 @@ fit the workspace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -127,46 +126,6 @@ def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count:
         rows = slice(start + index * n, start + (index + 1) * n)
         parts.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
     return parts
-
-
-def split_heads(
-    blocks: Sequence[Tensor],
-    t: AttentionTensors,
-    o: AttentionOptions,
-    B: int,
-    S: int,
-    own: Callable[[Tensor, int], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits the results [tokens, outputs] of `projections` into q, k and v [B, S, heads, D]. own: selects a group's heads
-    along a dimension.
-
-    Returns views, except of q where several heads of q lie before each of several heads of k: these have no common stride.
-    """
-    H, H_kv = o.num_heads, o.num_kv_heads
-    D, (first, *others) = t.wo.shape[1] // H, blocks if t.wg is None else blocks[:-1]
-    first = first.view(B, S, first.shape[1])
-    if o.qkv_layout == "heads":
-        heads = first.unflatten(-1, (H_kv, H // H_kv + 2, D))
-        q, k, v = (heads if own is None else own(heads, 2)).split([H // H_kv, 1, 1], 3)
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-    width = t.wo.shape[1]
-    if o.gate_in_query:
-        q, rest = first[..., : 2 * width].unflatten(-1, (H, 2, D))[..., 0, :], first[..., 2 * width :]
-    else:
-        q, rest = first[..., :width].unflatten(-1, (H, D)), first[..., width:]
-    S_k = S if t.key_value is None else t.key_value.shape[-2]
-    keys = [rows.view(B, S_k, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
-    k, v = keys if len(keys) == 2 else keys[0].split(H_kv, 2)
-    return (q, k, v) if own is None else (own(q, 2), own(k, 2), own(v, 2))
-
-
-def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOptions, B: int, S: int) -> Tensor:
-    """Returns the gate [B, S, H, D or 1] from the results of `projections`."""
-    rows, H = blocks[0 if o.gate_in_query else -1], o.num_heads
-    rows = rows.view(B, S, rows.shape[1])
-    if o.gate_in_query:
-        return rows[..., : 2 * t.wo.shape[1]].unflatten(-1, (H, 2, t.wo.shape[1] // H))[..., 1, :]
-    return rows.unflatten(-1, (H, rows.shape[2] // H))
 
 
 def over_all_heads(weight: Tensor | None, D: int) -> bool:
