@@ -55,6 +55,20 @@ class AttentionCore(NamedTuple):
     column_base: int = 0
     sinks: Tensor | None = None
 
+    def of_heads(self, first: int, count: int, H: int) -> AttentionCore:
+        """Returns the core of heads [first, first + count) of H. Slopes are copied, to an address aligned as of all heads."""
+
+        def own(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, first, count)
+
+        return self._replace(
+            plane_base=self.plane_base + first,
+            planes=self.planes or H,
+            mask=own(self.mask),
+            slopes=None if self.slopes is None else own(self.slopes).clone(),
+            sinks=own(self.sinks),
+        )
+
 
 def empty_heads(q: Tensor) -> Tensor:
     """Returns an empty [B, H, S, D] tensor, not a view, whose memory layout is [B, S, H, D], as the output projection reads."""

@@ -288,18 +288,8 @@ class ExchangedHeads(SpreadHeads):
 
     def core(self, core: eager.AttentionCore) -> eager.AttentionCore:
         """Returns `core` of this rank's heads."""
-        rank, size, count = self.context.rank, self.context.size, self.counts[0]
-
-        def own(tensor: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, rank * count, count)
-
-        return core._replace(
-            plane_base=core.plane_base + rank * count,
-            planes=core.planes or size * count,
-            mask=own(core.mask),
-            slopes=None if core.slopes is None else own(core.slopes).clone(),
-            sinks=own(core.sinks),
-        )
+        count = self.counts[0]
+        return core.of_heads(self.context.rank * count, count, self.context.size * count)
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
         """Returns (o of this rank's rows, lse of its heads, None)."""

@@ -236,15 +236,7 @@ class CoreSublayer(Sublayer):
                 part.places[name] = (slice(None),) * dim + (slice(index * n, (index + 1) * n),)
         part.t = t._replace(**{name: getattr(t, name)[place] for name, place in part.places.items()})
         counts = {name: getattr(o, name) // count for name in ("num_heads", "num_kv_heads") if name in o._fields}
-        part.o, core = o._replace(**counts), self.core
-        core = core._replace(plane_base=core.plane_base + index * H, planes=core.planes or o.num_heads)
-        if core.mask is not None and core.mask.shape[1] > 1:
-            core = core._replace(mask=part.own(core.mask))
-        if core.sinks is not None:
-            core = core._replace(sinks=part.own(core.sinks))
-        if core.slopes is not None:
-            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address aligned as that of all heads
-        part.core = core
+        part.o, part.core = o._replace(**counts), self.core.of_heads(index * H, H, o.num_heads)
         return part
 
     def own(self, heads: Tensor, dim: int = 1) -> Tensor:

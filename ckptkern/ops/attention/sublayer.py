@@ -34,7 +34,6 @@ from .tensors import (
     Projection,
     division,
     over_all_heads,
-    projections,
 )
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
@@ -68,14 +67,37 @@ class AttentionSublayer(CoreSublayer):
         self.gate_letter = "g" if t.wg is not None else "q" if o.gate_in_query else ""
         self.rotates = t.q_norm is not None or t.cos is not None or bool(o.theta)
         self.writes_buffer = self.p is not eager and not o.fused
-        self.set_projections(projections(t, o))
+        self.set_projections(t, o)
         self.layout = t.wk is None, t.key_value is not None, self.gate_letter, t.q_norm is not None
 
-    def set_projections(self, projections: list[Projection]) -> None:
-        rows, of_keys = self.x.shape[0], 0 if self.key_value is None else self.key_value.shape[0]
-        self.projections = projections
-        self.shapes = [(of_keys if part.of_key_value else rows, part.weight.shape[0]) for part in projections]
-        self.sizes = [count * width for count, width in self.shapes]
+    def set_projections(self, t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> None:
+        """Sets the projections of q, k, v (or of their packed weight) and of a gate, for the heads of group `index` of `count`,
+        from the tensors and options of all heads.
+
+        With key_value, a packed weight has rows that read x and rows that read key_value. With `gate_in_query` q's weight
+        has the gate's rows.
+        """
+        crosses, q = t.key_value is not None, t.wo.shape[1] * (2 if o.gate_in_query else 1)
+        kv = o.num_kv_heads * self.D
+        if t.wk is not None:
+            blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
+        elif o.qkv_layout == "heads" or (count == 1 and not crosses):
+            blocks = [("q", 0, q + 2 * kv, False)]
+        elif count == 1:
+            blocks = [("q", 0, q, False), ("q", q, 2 * kv, True)]
+        else:
+            blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
+        if t.wg is not None:
+            blocks.append(("g", 0, t.wg.shape[0], False))
+        self.projections, self.shapes = [], []
+        for letter, start, width, of_key_value in blocks:
+            weight, bias, rows, n = getattr(t, f"w{letter}"), getattr(t, f"b{letter}"), None, width // count
+            if n < weight.shape[0]:
+                rows = slice(start + index * n, start + (index + 1) * n)
+                weight, bias = weight[rows], None if bias is None else bias[rows]
+            self.projections.append(Projection(letter, weight, bias, of_key_value, rows))
+            self.shapes.append(((self.key_value if of_key_value else self.x).shape[0], n))
+        self.sizes = [rows * width for rows, width in self.shapes]
 
     @functools.cached_property
     def division(self) -> Division:
@@ -92,7 +114,7 @@ class AttentionSublayer(CoreSublayer):
 
     def group(self, index: int) -> AttentionSublayer:
         part = super().group(index)
-        part.set_projections(projections(self.t, self.o, index, part.count))
+        part.set_projections(self.t, self.o, index, part.count)
         part.__dict__.pop("updates", None)
         return part
 

@@ -97,37 +97,6 @@ class Projection(NamedTuple):
     rows: slice | None = None
 
 
-def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> list[Projection]:
-    """Returns the projections of q, k, v (or of their packed weight) and of a gate, for the heads of group `index` of
-    `count`.
-
-    With key_value, a packed weight has rows that read x and rows that read key_value. With `gate_in_query` q's weight has
-    the gate's rows.
-    """
-    crosses, q = t.key_value is not None, t.wo.shape[1] * (2 if o.gate_in_query else 1)
-    kv = o.num_kv_heads * (t.wo.shape[1] // o.num_heads)
-    if t.wk is not None:
-        blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
-    elif o.qkv_layout == "heads" or (count == 1 and not crosses):
-        blocks = [("q", 0, q + 2 * kv, False)]
-    elif count == 1:
-        blocks = [("q", 0, q, False), ("q", q, 2 * kv, True)]
-    else:
-        blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
-    if t.wg is not None:
-        blocks.append(("g", 0, t.wg.shape[0], False))
-    parts = []
-    for letter, start, width, of_key_value in blocks:
-        weight, bias = getattr(t, f"w{letter}"), getattr(t, f"b{letter}")
-        if count == 1 and width == weight.shape[0]:
-            parts.append(Projection(letter, weight, bias, of_key_value))
-            continue
-        n = width // count
-        rows = slice(start + index * n, start + (index + 1) * n)
-        parts.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
-    return parts
-
-
 def over_all_heads(weight: Tensor | None, D: int) -> bool:
     """Returns whether this is the weight of a norm over all heads at once."""
     return weight is not None and weight.dim() == 1 and weight.shape[0] != D
