@@ -235,18 +235,6 @@ def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
     return [slice(a, min(b, a + longest)) for a, b in itertools.pairwise(bounds)] or [slice(0, 0)]
 
 
-def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
-    """Joins parts [1, H, length, ...] at their spans of `rows` rows; rows outside the spans are zeros."""
-    if parts[0] is None:
-        return None
-    pieces, at = [], 0
-    for part, span in zip(parts, spans, strict=True):
-        pieces += [part.new_zeros((*part.shape[:2], span.start - at, *part.shape[3:])), part]
-        at = span.stop
-    pieces.append(part.new_zeros((*part.shape[:2], rows - at, *part.shape[3:])))
-    return torch.cat(pieces, 2)
-
-
 def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tuple, key_results: int = 0) -> tuple:
     """Calls `function(*query_like, *key_like, core)` for each packed sequence and joins the results along the rows.
 
@@ -268,11 +256,18 @@ def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tu
         )
         queries = (None if x is None else x[:, :, rows] for x in query_like)
         results.append(function(*queries, *(x[:, :, columns] for x in key_like), own))
-    of_keys = len(results[0]) - key_results
-    return tuple(
-        _joined(parts, of_q, rows_q) if i < of_keys else _joined(parts, of_k, rows_k)
-        for i, parts in enumerate(zip(*results, strict=True))
-    )
+    joined = []
+    for i, parts in enumerate(zip(*results, strict=True)):
+        spans, total = (of_q, rows_q) if i < len(results[0]) - key_results else (of_k, rows_k)
+        if parts[0] is None:
+            joined.append(None)
+            continue
+        pieces, at = [], 0
+        for part, span in zip((*parts, parts[0][:, :, :0]), (*spans, slice(total, total)), strict=True):
+            pieces += [part.new_zeros((*part.shape[:2], span.start - at, *part.shape[3:])), part]
+            at = span.stop
+        joined.append(torch.cat(pieces, 2))
+    return tuple(joined)
 
 
 def readable(x: Tensor) -> bool:
