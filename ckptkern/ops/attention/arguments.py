@@ -31,7 +31,6 @@ from ..dispatch.choices import (
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import NO_UPDATES, gather_lora
 from ..sublayer.residual import NORMS, around
-from .context import check_context
 from .core import check_sinks, check_whole_sequence, fused_core
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
@@ -312,7 +311,33 @@ def around_core(
     scale, drops = float(max(qk, 1) ** -0.5 if scale is None else scale), others["training"] and dropout_p > 0.0
     reason = head_dim_not_covered(D)
     if context is not None:
-        reason = check_context(op, context, x, H, H_kv, left, right, drops, key_value, cu, slopes, mask) or reason
+        rows = x.shape[-2]
+        if key_value is not None:
+            raise ValueError(
+                f"{op}: key_value does not go with a sequence on several ranks; keep cross-attention's layers whole"
+            )
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: no gradient of attn_mask is formed over a context-parallel group; detach it")
+        if context.zigzag and rows % 2:
+            raise ShapeError(
+                f"{op}: zigzag order takes an even number of rows on each rank, not {rows}; pad the sequence"
+            )
+        if context.exchange == "heads":
+            if H_kv % context.size:
+                raise ValueError(
+                    f"{op}: exchange='heads' needs num_kv_heads that the {context.size} ranks divide, not {H_kv}; use "
+                    "'gather'"
+                )
+        elif cu is not None:
+            if drops or slopes is not None:
+                name = "dropout_p" if drops else "alibi_slopes"
+                raise ValueError(f"{op}: {name} with cu_seqlens on several ranks needs exchange='heads'")
+            if right != 0 and (left, right) != (None, None):
+                raise ValueError(
+                    f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
+                )
+        elif drops and (rows // 2 if context.zigzag else rows) % 16:
+            reason = f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {rows}"
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
     fused = fused_core(

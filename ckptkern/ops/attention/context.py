@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ...errors import ShapeError
 from .core import attend, attention_grads
 
 EXCHANGES = ("gather", "heads")
@@ -100,50 +99,6 @@ class Context(NamedTuple):
         """Starts the all-to-all of [n, ...]: part r goes to rank r, and rank r's part takes its place."""
         ones = [1] * self.size
         return _c10d.all_to_all_single(x.contiguous(), ones, ones, self.group)
-
-
-def check_context(
-    op: str,
-    context: Context,
-    x: Tensor,
-    H: int,
-    H_kv: int,
-    left: int | None,
-    right: int | None,
-    drops: bool,
-    key_value: Tensor | None,
-    cu_seqlens: Tensor | None,
-    alibi_slopes: Tensor | None,
-    attn_mask: Tensor | None,
-) -> str | None:
-    """Returns why this call runs in PyTorch ops, or None. Raises ValueError and ShapeError for what a split sequence does
-    not cover."""
-    S = x.shape[-2]
-    if key_value is not None:
-        raise ValueError(
-            f"{op}: key_value does not go with a sequence on several ranks; keep cross-attention's layers whole"
-        )
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient of attn_mask is formed over a context-parallel group; detach it")
-    if context.zigzag and S % 2:
-        raise ShapeError(f"{op}: zigzag order takes an even number of rows on each rank, not {S}; pad the sequence")
-    if context.exchange == "heads":
-        if H_kv % context.size:
-            raise ValueError(
-                f"{op}: exchange='heads' needs num_kv_heads that the {context.size} ranks divide, not {H_kv}; use 'gather'"
-            )
-        return None
-    if cu_seqlens is not None:
-        if drops or alibi_slopes is not None:
-            name = "dropout_p" if drops else "alibi_slopes"
-            raise ValueError(f"{op}: {name} with cu_seqlens on several ranks needs exchange='heads'")
-        if right != 0 and (left, right) != (None, None):
-            raise ValueError(
-                f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
-            )
-    if drops and (S // 2 if context.zigzag else S) % 16:
-        return f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {S}"
-    return None
 
 
 class SpreadHeads:

@@ -231,7 +231,7 @@ class CoreSublayer(Sublayer):
         part.index, part.count, part.whole, part.copies, part.angles = index, count, self, {}, self.angles
         H, part.places = o.num_heads // count, {}
         for name, dim in self.of_heads().items():
-            if (whole := getattr(t, name)) is not None:
+            if (whole := getattr(t, name)) is not None and whole.shape[dim] > 1:
                 n = whole.shape[dim] // count
                 part.places[name] = (slice(None),) * dim + (slice(index * n, (index + 1) * n),)
         part.t = t._replace(**{name: getattr(t, name)[place] for name, place in part.places.items()})

@@ -183,10 +183,7 @@ class LatentSublayer(CoreSublayer):
 
     def of_heads(self) -> dict[str, int]:
         """Returns the tensors that a group has a part of, with the dimension along which heads lie."""
-        mask = self.t.mask
-        return {"wq": 0, "bq": 0, "wkvb": 0, "bkvb": 0, "wo": 1} | (
-            {"mask": 1} if mask is not None and mask.shape[1] > 1 else {}
-        )
+        return {"wq": 0, "bq": 0, "wkvb": 0, "bkvb": 0, "wo": 1, "mask": 1}
 
     # -- forward
 
@@ -194,16 +191,13 @@ class LatentSublayer(CoreSublayer):
         """Returns rows [tokens, heads N] as [B, S, heads, N], a view."""
         return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
 
-    def rotate(self, rows: Tensor, heads: int) -> None:
-        """Rotates the last dimensions of each head of q, or of k's shared part, in place."""
-        if self.angles[0] is not None:
-            part = self.by_token(rows, heads)[..., -self.sizes.rope :]
-            self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
-
-    def rotate_back(self, part: Tensor) -> None:
-        """Rotates the gradient [B, S, heads, rope] back, in place."""
-        if self.angles[0] is not None:
+    def rotate(self, part: Tensor, back: bool = False) -> None:
+        """Rotates the last dimensions of heads of q, or k's shared part [B, S, heads, rope], or their gradient `back`, in
+        place."""
+        if self.angles[0] is not None and back:
             self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
+        elif self.angles[0] is not None:
+            self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
     def raw_parts(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Returns q's latent [tokens, q_rank], and the latent of k and v with the rotated part of k [tokens, kv_rank +
@@ -227,12 +221,12 @@ class LatentSublayer(CoreSublayer):
         h = self.inputs() if formed or t.wqa is None else None
         raw = h.new_empty(h.shape[0] * self.sizes.latents) if formed else raw
         of_q, of_kv = self.raw_parts(raw)
-        if formed and t.wqa is not None:
-            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=of_q)
         if formed:
+            if t.wqa is not None:
+                eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=of_q)
             eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=of_kv)
-        if formed and rope:
-            self.rotate(of_kv[:, -rope:], 1)
+            if rope:
+                self.rotate(self.by_token(of_kv[:, -rope:], 1))
         q, h = h if t.wqa is None else of_q, None
         q = self.normed_latent(q, t.q_a_norm)
         return Latents(raw, q, self.normed_latent(of_kv[:, : self.sizes.kv_rank], t.kv_a_norm))
@@ -241,7 +235,7 @@ class LatentSublayer(CoreSublayer):
         """Returns q [tokens, heads (nope + rope)], rotated, kv [tokens, heads (nope + v)], and their raw latents, by name."""
         t = self.t
         q = eager.linear(latents.q, self.cast(t.wq, last=False), self.cast(t.bq))
-        self.rotate(q, self.o.num_heads)
+        self.rotate(self.by_token(q, self.o.num_heads)[..., -self.sizes.rope :])
         kv = eager.linear(latents.kv, self.cast(t.wkvb, last=False), self.cast(t.bkvb))
         return {"latents": latents.raw, "q": q, "kv": kv}
 
@@ -265,7 +259,7 @@ class LatentSublayer(CoreSublayer):
         if nope + rope < D:
             k[..., nope + rope :].zero_()
         parts = self.filled(self.by_token(q, H)), k, self.filled(kv[..., nope:])
-        return (parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)), (None, None), None
+        return tuple(part.transpose(1, 2) for part in parts), (None, None), None
 
     # -- backward
 
@@ -278,7 +272,7 @@ class LatentSublayer(CoreSublayer):
         if "q" in formed:
             dq = dq[..., :qk].transpose(1, 2).contiguous()  # [B, S, H, nope + rope]
             if rope:
-                self.rotate_back(dq[..., nope:])
+                self.rotate(dq[..., nope:], back=True)
             dq = dq.view(rows, H * qk)
             self.add_layer("q", dq, latents.q, grads)
             if "q_read" in formed:
@@ -335,7 +329,7 @@ class LatentSublayer(CoreSublayer):
         d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], grads)
         if rope:
             shared = totals.pop("rope").unsqueeze(2)
-            self.rotate_back(shared)
+            self.rotate(shared, back=True)
             d[:, kv_rank:] = shared.view(d.shape[0], rope)
         self.add_layer("kva", d, h, grads)
         if "h" in formed:

@@ -107,8 +107,7 @@ class AttentionSublayer(CoreSublayer):
         """Returns the tensors that a group has a part of, with the dimension along which heads lie; `projections` has those
         of q, k and v."""
         t = self.t
-        dims = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
-        dims |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
+        dims = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0, "mask": 1}
         norms = "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"
         return dims | {name: 0 for name in norms if (weight := getattr(t, name)) is not None and weight.dim() == 2}
 
