@@ -3,8 +3,6 @@ around it, as one region."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from torch import Tensor
 
 from ...errors import ShapeError
@@ -16,7 +14,7 @@ from ..sublayer.residual import called, check_norm
 from .arguments import around_core, check_scores
 from .core import check_whole_sequence
 from .core_sublayer import CoreOp, constants_of
-from .latent_sublayer import LatentOptions, LatentSublayer, LatentTensors, sizes_of
+from .latent_sublayer import LatentOptions, LatentSizes, LatentSublayer, LatentTensors
 
 
 class LatentAttentionBlock(CoreOp):
@@ -69,8 +67,10 @@ def gather_latent(
         check_norm(op, x, name, None if weight is None else "rms", weight, None, rank)
     own = (q_a_weight, q_a_bias, q_a_norm_weight, q_weight, q_bias, kv_a_weight, kv_a_bias, kv_a_norm_weight)
     own = dict(zip(LatentTensors.own, (*own, kv_b_weight, kv_b_bias, out_weight, out_bias), strict=True))
-    H, sizes = num_heads, sizes_of(SimpleNamespace(**own), num_heads)
-    nope, v, shapes = sizes.nope, sizes.v, [tuple(w.shape) for w in (q_weight, kv_a_weight, kv_b_weight, out_weight)]
+    H, v, q_rank = num_heads, width // num_heads, 0 if q_a_weight is None else of_q[0]
+    nope = kv_b_weight.shape[0] // H - v
+    sizes = LatentSizes(H, nope, kv_a_weight.shape[0] - kv_rank, v, q_rank, kv_rank)
+    shapes = [tuple(w.shape) for w in (q_weight, kv_a_weight, kv_b_weight, out_weight)]
     fits = shapes[0][0] == H * sizes.qk and shapes[2][0] == H * (nope + v) and width == H * v
     if not fits or nope < 0 or sizes.rope < 0:
         raise ShapeError(
