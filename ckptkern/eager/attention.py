@@ -22,7 +22,6 @@ from .attention_core import (
     attention_scores,
     block_bytes,
     by_group,
-    by_head,
     by_rows,
     capped_scores,
     each_sequence,
@@ -114,7 +113,7 @@ def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> tuple[Tensor, T
     if core.sinks is not None:
         p.mul_(sink_share(torch.logsumexp(s, -1), core.sinks)[..., None])
     del s
-    dp = by_head(torch.matmul(by_group(wide(do), v.shape[1]), wide(v).transpose(-1, -2)), p.shape)
+    dp = torch.matmul(by_group(wide(do), v.shape[1]), wide(v).transpose(-1, -2)).reshape(p.shape)
     keep = attention_keep(q, k, core)
     dropped = p
     if keep is not None:

@@ -55,6 +55,20 @@ class AttentionCore(NamedTuple):
     column_base: int = 0
     sinks: Tensor | None = None
 
+    def of_heads(self, first: int, count: int, H: int) -> AttentionCore:
+        """Returns the core of heads [first, first + count) of H. Slopes are copied, to an address aligned as of all heads."""
+
+        def own(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, first, count)
+
+        return self._replace(
+            plane_base=self.plane_base + first,
+            planes=self.planes or H,
+            mask=own(self.mask),
+            slopes=None if self.slopes is None else own(self.slopes).clone(),
+            sinks=own(self.sinks),
+        )
+
 
 def empty_heads(q: Tensor) -> Tensor:
     """Returns an empty [B, H, S, D] tensor, not a view, whose memory layout is [B, S, H, D], as the output projection reads."""
@@ -88,11 +102,6 @@ def by_group(x: Tensor, H_kv: int) -> Tensor:
     return x if H_kv == H else x.reshape(B, H_kv, H // H_kv * S, N)
 
 
-def by_head(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undoes `by_group`."""
-    return x if x.shape == shape else x.reshape(shape)
-
-
 def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     """Returns the scores s [B, H, Sq, Sk] in float32 (float64 for float64), -inf where row i may not see column j."""
     return masked_scores(capped_scores(q, k, core), q, k, core)
@@ -101,7 +110,7 @@ def attention_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
 def capped_scores(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     """Returns the scores before masks: scale q k^T, or softcap tanh(scale q k^T / softcap)."""
     s = torch.matmul(by_group(wide(q), k.shape[1]), wide(k).transpose(-1, -2))
-    s = by_head(s, (*q.shape[:3], k.shape[2])) * core.scale
+    s = s.reshape(*q.shape[:3], k.shape[2]) * core.scale
     return torch.tanh(s / core.softcap) * core.softcap if core.softcap else s
 
 
@@ -180,8 +189,21 @@ def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """Computes o in differentiable PyTorch ops. Rows that see nothing are zeros with zero gradients."""
-    if kind := own_dispatch((q, k, v, core.mask)):
-        return _attention_of(kind, q, k, v, core)
+    if kind := own_dispatch(
+        (q, k, v, core.mask)
+    ):  # torch's is the only attention op that a tensor subclass may implement
+        causal, mask = core.window == (None, 0), core.mask
+        unusual = core.slopes is not None or core.sinks is not None or core.cu_q is not None or core.softcap
+        if unusual or not (causal or core.window == (None, None)):
+            raise TypeError(
+                f"attention of a {kind.__name__} takes no window, slopes, sinks, softcap or packed sequences"
+            )
+        mask = mask.bool() if mask is not None and mask.dtype == torch.int8 else mask
+        if causal and mask is not None:
+            raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
     if is_packed(q, core):
         return each_sequence(lambda q, k, v, own: (attention_reference(q, k, v, own),), core, (q,), (k, v))[0]
     s = attention_scores(q, k, core)
@@ -197,21 +219,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) ->
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
     """Computes p v [B, H, Sq, D] for p [B, H, Sq, Sk]."""
-    return by_head(torch.matmul(by_group(p, v.shape[1]), v), (*p.shape[:3], v.shape[3]))
-
-
-def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """Computes o by torch's scaled_dot_product_attention, the only attention op that a tensor subclass may implement."""
-    causal = core.window == (None, 0)
-    unusual = core.slopes is not None or core.sinks is not None or core.cu_q is not None or core.softcap
-    if unusual or not (causal or core.window == (None, None)):
-        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes, sinks, softcap or packed sequences")
-    mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
-    if causal and mask is not None:
-        raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, core.dropout[1] / 65536, causal, scale=core.scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    return torch.matmul(by_group(p, v.shape[1]), v).reshape(*p.shape[:3], v.shape[3])
 
 
 def is_packed(q: Tensor, core: AttentionCore) -> bool:
@@ -225,18 +233,6 @@ def _spans(cu: Tensor, longest: int, rows: int) -> list[slice]:
     if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
         raise ValueError(f"packed sequences must begin in order and within 0..{rows}, but cu_seqlens is {bounds}")
     return [slice(a, min(b, a + longest)) for a, b in itertools.pairwise(bounds)] or [slice(0, 0)]
-
-
-def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
-    """Joins parts [1, H, length, ...] at their spans of `rows` rows; rows outside the spans are zeros."""
-    if parts[0] is None:
-        return None
-    pieces, at = [], 0
-    for part, span in zip(parts, spans, strict=True):
-        pieces += [part.new_zeros((*part.shape[:2], span.start - at, *part.shape[3:])), part]
-        at = span.stop
-    pieces.append(part.new_zeros((*part.shape[:2], rows - at, *part.shape[3:])))
-    return torch.cat(pieces, 2)
 
 
 def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tuple, key_results: int = 0) -> tuple:
@@ -260,11 +256,18 @@ def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tu
         )
         queries = (None if x is None else x[:, :, rows] for x in query_like)
         results.append(function(*queries, *(x[:, :, columns] for x in key_like), own))
-    of_keys = len(results[0]) - key_results
-    return tuple(
-        _joined(parts, of_q, rows_q) if i < of_keys else _joined(parts, of_k, rows_k)
-        for i, parts in enumerate(zip(*results, strict=True))
-    )
+    joined = []
+    for i, parts in enumerate(zip(*results, strict=True)):
+        spans, total = (of_q, rows_q) if i < len(results[0]) - key_results else (of_k, rows_k)
+        if parts[0] is None:
+            joined.append(None)
+            continue
+        pieces, at = [], 0
+        for part, span in zip((*parts, parts[0][:, :, :0]), (*spans, slice(total, total)), strict=True):
+            pieces += [part.new_zeros((*part.shape[:2], span.start - at, *part.shape[3:])), part]
+            at = span.stop
+        joined.append(torch.cat(pieces, 2))
+    return tuple(joined)
 
 
 def readable(x: Tensor) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +17,6 @@ _aten = torch.ops.aten
 # probabilities from it, and these rows get no gradient (as in the kernels). ABSENT makes exp(s - lse) 0.
 LOWEST_LSE, ABSENT = -(2.0**24), 2.0**100
 BIAS_ROW = 16  # a bias's rows are padded in memory to a multiple of this, as torch does for the memory-efficient kernel
-
-
-class FusedAttention(NamedTuple):
-    """An attention kernel of torch, without dropout.
-
-    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. groups: k and v may have
-    fewer heads than q; otherwise their heads are repeated. `ops.attention.core.kernel_order` says which cores it computes.
-    """
-
-    forward: Callable[..., tuple]
-    backward: Callable[..., tuple]
-    groups: bool
 
 
 def _as_tokens(x: Tensor) -> Tensor:
@@ -105,17 +91,6 @@ def _cudnn_bwd(do, q, k, v, o, lse, core):
     )
 
 
-class Packing(NamedTuple):
-    """Packed sequences as flash attention takes them: int32 boundaries, longest lengths, and masks of rows in no sequence."""
-
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-    outside_q: Tensor
-    outside_k: Tensor
-
-
 def _sequences(cu: Tensor, longest: int, rows: int) -> tuple[Tensor, Tensor]:
     """Returns each sequence's begin and end, int32 [2 N], at most `longest` rows apart, and a mask of rows in no sequence."""
     boundaries = torch.stack((cu[:-1], torch.minimum(cu[1:], cu[:-1] + longest)), 1).flatten()
@@ -124,37 +99,36 @@ def _sequences(cu: Tensor, longest: int, rows: int) -> tuple[Tensor, Tensor]:
     return boundaries, torch.searchsorted(boundaries, row, right=True, out_int32=True) % 2 == 0
 
 
-def _packing(q: Tensor, k: Tensor, core: AttentionCore) -> Packing:
-    """Returns the sequences of a packed core, without reading the device.
+def _for_flash(
+    q: Tensor, k: Tensor, core: AttentionCore
+) -> tuple[tuple[Tensor | None, Tensor | None], tuple, dict[str, float]]:
+    """Returns masks of the rows of q and of k in no sequence (None if not packed), the arguments cu_q .. max_k, and the keyword
+    arguments, without reading the device. Flash attention aligns bottom-right, as packed cores do; other cores with a window
+    have Sq = Sk.
 
     Flash attention takes boundaries of adjacent sequences and sees all of each. If sequences may be longer than max_q or max_k,
     their remaining rows become N - 1 further sequences, whose results are dropped. That costs 7 small launches (14 if cu_k
     differs) and, in backward, 128 float32 rows of dq for each of these sequences.
     """
-    T_q, T_k = q.shape[2], k.shape[2]
-    max_q, max_k = min(core.max_q, T_q), min(core.max_k, T_k)
-    of_q = of_k = _sequences(core.cu_q, max_q, T_q)
-    if core.cu_k is not core.cu_q or (max_k, T_k) != (max_q, T_q):
-        of_k = _sequences(core.cu_k, max_k, T_k)
-    whole = (max_q, max_k) == (T_q, T_k)
-    cu_q, cu_k = (core.cu_q.contiguous(), core.cu_k.contiguous()) if whole else (of_q[0], of_k[0])
-    max_q = max(max_q, 2)  # 1 means decoding: the kernel then takes every token for a sequence
-    max_k = max(max_k, max_q)  # the kernel ignores window bounds >= max_k, which is right only for max_q <= max_k
-    return Packing(cu_q, cu_k, max_q, max_k, of_q[1], of_k[1])
-
-
-def _for_flash(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Packing | None, tuple, dict]:
-    """Returns the packing, the arguments cu_q .. max_k, and the keyword arguments. Flash attention aligns bottom-right, as
-    packed cores do; other cores with a window have Sq = Sk."""
-    packing = None if core.cu_q is None else _packing(q, k, core)
-    places = (None, None, q.shape[2], k.shape[2]) if packing is None else packing[:4]
+    outside, T_q, T_k = (None, None), q.shape[2], k.shape[2]
+    places = None, None, T_q, T_k
+    if core.cu_q is not None:
+        max_q, max_k = min(core.max_q, T_q), min(core.max_k, T_k)
+        of_q = of_k = _sequences(core.cu_q, max_q, T_q)
+        if core.cu_k is not core.cu_q or (max_k, T_k) != (max_q, T_q):
+            of_k = _sequences(core.cu_k, max_k, T_k)
+        whole = (max_q, max_k) == (T_q, T_k)
+        cu_q, cu_k = (core.cu_q.contiguous(), core.cu_k.contiguous()) if whole else (of_q[0], of_k[0])
+        max_q = max(max_q, 2)  # 1 means decoding: the kernel then takes every token for a sequence
+        # the kernel ignores window bounds >= max_k, which is right only for max_q <= max_k
+        outside, places = (of_q[1], of_k[1]), (cu_q, cu_k, max_q, max(max_k, max_q))
     left, right = (-1 if side is None or _is_causal(core) else min(side, max(places[2:])) for side in core.window)
-    return packing, places, {"scale": core.scale, "window_size_left": left, "window_size_right": right}
+    return outside, places, {"scale": core.scale, "window_size_left": left, "window_size_right": right}
 
 
-def _as_rows(x: Tensor, packing: Packing | None) -> Tensor:
+def _as_rows(x: Tensor, outside: Tensor | None) -> Tensor:
     """Transposes [B, H, S, D] to [B, S, H, D], or to [tokens, H, D] for packed sequences."""
-    return x.transpose(1, 2) if packing is None else x[0].transpose(0, 1)
+    return x.transpose(1, 2) if outside is None else x[0].transpose(0, 1)
 
 
 def _as_heads(x: Tensor, outside: Tensor | None) -> Tensor:
@@ -166,23 +140,20 @@ def _as_heads(x: Tensor, outside: Tensor | None) -> Tensor:
 
 
 def _flash_fwd(q, k, v, core):
-    packing, places, options = _for_flash(q, k, core)
-    rows = (_as_rows(x, packing) for x in (q, k, v))
+    (outside, _), places, options = _for_flash(q, k, core)
+    rows = (_as_rows(x, outside) for x in (q, k, v))
     o, lse, *_ = _aten._flash_attention_forward(*rows, *places, 0.0, _is_causal(core), False, **options)
-    if packing is None:
-        return _as_heads(o, None), lse
-    return _as_heads(o, packing.outside_q), lse.masked_fill_(packing.outside_q, 0.0).unsqueeze_(0)
+    return _as_heads(o, outside), lse if outside is None else lse.masked_fill_(outside, 0.0).unsqueeze_(0)
 
 
 def _flash_bwd(do, q, k, v, o, lse, core):
-    packing, places, options = _for_flash(q, k, core)
-    rows = (_as_rows(x, packing) for x in (do, q, k, v, o))
+    (outside, of_keys), places, options = _for_flash(q, k, core)
+    rows = (_as_rows(x, outside) for x in (do, q, k, v, o))
     no_dropout = lse.new_empty(2, dtype=torch.uint64)
     grads = _aten._flash_attention_backward(
-        *rows, lse if packing is None else lse[0], *places, 0.0, _is_causal(core), no_dropout, no_dropout, **options
+        *rows, lse if outside is None else lse[0], *places, 0.0, _is_causal(core), no_dropout, no_dropout, **options
     )
-    outside = (None,) * 3 if packing is None else (packing.outside_q, packing.outside_k, packing.outside_k)
-    return tuple(map(_as_heads, grads, outside))
+    return tuple(map(_as_heads, grads, (outside, of_keys, of_keys)))
 
 
 LSE_ROWS = 32  # the memory-efficient kernel pads lse with inf to a multiple of this
@@ -229,29 +200,31 @@ def _cpu_bwd(do, q, k, v, o, lse, core):
     )
 
 
+# torch's kernels without dropout: forward (q, k, v, core) -> o, lse [B, H, Sq], and backward (do, q, k, v, o, lse, core) -> dq,
+# dk, dv. `ops.attention.core.kernel_order` says which cores they compute; "cpu" is for meta tensors, of which only the
+# allocated memory matters.
 FUSED = {
-    "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd, groups=True),
-    "flash": FusedAttention(_flash_fwd, _flash_bwd, groups=True),
-    "efficient": FusedAttention(_efficient_fwd, _efficient_bwd, groups=False),
-    # for meta tensors, of which only the allocated memory matters
-    "cpu": FusedAttention(_cpu_fwd, _cpu_bwd, groups=False),
+    "cudnn": (_cudnn_fwd, _cudnn_bwd),
+    "flash": (_flash_fwd, _flash_bwd),
+    "efficient": (_efficient_fwd, _efficient_bwd),
+    "cpu": (_cpu_fwd, _cpu_bwd),
 }
+GROUPED = ("cudnn", "flash")  # k and v may have fewer heads than q; for the others their heads are repeated
 
 
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """Computes o and lse by the kernel that `core.fused` names."""
-    kernel = FUSED[core.fused]
     q, k, v = map(as_readable, (q, k, v))
-    if not kernel.groups:
+    if core.fused not in GROUPED:
         k, v = (repeated_heads(x, q.shape[1]) for x in (k, v))
-    return kernel.forward(q, k, v, core)
+    return FUSED[core.fused][0](q, k, v, core)
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """Computes dq, dk and dv by the kernel that `core.fused` names, which reads o instead of delta."""
-    kernel, H_kv = FUSED[core.fused], k.shape[1]
+    H_kv = k.shape[1]
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
-    if not kernel.groups:
+    if core.fused not in GROUPED:
         k, v = (repeated_heads(x, q.shape[1]) for x in (k, v))
-    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, core)
+    dq, dk, dv = FUSED[core.fused][1](do, q, k, v, o, lse, core)
     return dq, summed_by_group(dk, H_kv), summed_by_group(dv, H_kv)

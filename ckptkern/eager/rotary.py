@@ -21,12 +21,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool)
     (a, b), (sin_a, sin_b), y = _pairs(x, R, interleaved), _pairs(sin, R, interleaved), x.clone()
     y[..., :R].mul_(cos)
     y_a, y_b = _pairs(y, R, interleaved)
-    if back:
-        y_a.add_(b * sin_b)
-        y_b.sub_(a * sin_a)
-    else:
-        y_a.sub_(b * sin_a)
-        y_b.add_(a * sin_b)
+    sin_a, sin_b, sign = (sin_b, sin_a, -1) if back else (sin_a, sin_b, 1)
+    y_a.sub_(b * sin_a, alpha=sign)
+    y_b.add_(a * sin_b, alpha=sign)
     return y
 
 

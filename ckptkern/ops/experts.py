@@ -158,8 +158,8 @@ class ExpertsBranch:
         behind = of_gu or of_s  # a needed gradient reads that of h
         (a, b), update, du = names_of("down"), self.updates.get("down"), None
         if update is not None and (behind or a in need):  # not yet weighted
-            du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
-        # h times its weight; the gradients of [g | u] and of the weights
+            du = update.inner(p, eager.gather_rows(dy, groups), groups, back=True)
+        # h times its weight; the gradients of [g | u] and of the weights; what an update adds to dh
         hs = dgu = ds = added = None
         if gu is None and (self.updates if behind else reads_h):
             gu = self.gate_up(x, groups)
@@ -168,7 +168,9 @@ class ExpertsBranch:
             if gu is None:
                 hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *arguments, **wanted)
             else:
-                added = None if du is None else update.input_gradient(p, du, groups)
+                added = (
+                    None if du is None else p.experts_gemm(du, update.a, None, groups, o.precision, transposed=False)
+                )
                 hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *arguments, added=added, **wanted)
         elif reads_h:  # forward's h, without the matmul of its gradient
             hs, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
@@ -197,14 +199,14 @@ class ExpertsBranch:
             sums[b].add(dgu, u, in_order_of_rows(groups), "a")
             u = None
         if update is not None and not need.isdisjoint(("x", a)):
-            du = update.inner_gradient(p, dgu, groups)
+            du = update.inner(p, dgu, groups, back=True)
         if a in need:
             sums[a].add(du, x, groups, "b")
         if "x" in need:
             rows = p.experts_gemm(dgu, self.w, None, groups, o.precision, transposed=False)
             dgu = None
             if du is not None:
-                rows.add_(update.input_gradient(p, du, groups))
+                rows.add_(p.experts_gemm(du, update.a, None, groups, o.precision, transposed=False))
             gradients["dx"] = p.experts_combine(rows, None, groups)
         return gradients
 
@@ -298,7 +300,7 @@ class Experts(Op):
 
         def linear(layer: str, rows: Tensor, w: Tensor, b: Tensor | None, e: int) -> Tensor:
             y = F.linear(rows, w[e], None if b is None else b[e])
-            return y + updates[layer].reference(rows, e) if layer in updates else y
+            return y + updates[layer].of_expert(e).reference(rows) if layer in updates else y
 
         wide = eager.wide_of(x.dtype)
         total = 0

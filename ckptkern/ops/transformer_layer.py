@@ -20,7 +20,7 @@ from .attention.latent import LatentAttentionBlock, gather_latent, latent_attent
 from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
 from .dispatch.choices import check_flags, modes_of_sublayers
-from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
+from .dispatch.shard import ACTIVE, NotSharded
 from .mlp.branch import saves as mlp_saves
 from .mlp.mlp import MLPBlock, mlp_block
 from .mlp.mlp import gather as gather_mlp
@@ -205,27 +205,6 @@ ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of
 LATENT_ARGUMENTS, MOE_ARGUMENTS = Arguments.of(latent_attention_block), Arguments.of(moe_block)
 
 
-def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool, routes: bool) -> None:
-    if arguments["key_value"] is None:
-        raise TypeError(f"{op}: cross_attention_arguments must have key_value")
-    if parallel:
-        raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
-    if latent:
-        raise ValueError(f"{op}: attention_arguments with a kv_a_weight go without cross_attention_arguments")
-    if routes:
-        raise ValueError(f"{op}: a layer with a router_weight takes no cross_attention_arguments")
-
-
-def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
-    for name, arguments in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
-        if arguments["norm"] is not None and arguments["norm_first"] is False:
-            raise ValueError(
-                f"{op}: parallel sublayers must have their norm before the branch, but {name} has norm_first=False"
-            )
-    if mlp_arguments["residual"] is not True:
-        raise ValueError(f"{op}: parallel adds the MLP's result, but mlp_arguments has residual=False; leave it out")
-
-
 def transformer_layer(
     x: Tensor,
     attention_arguments: Mapping[str, Any],
@@ -268,21 +247,34 @@ def transformer_layer(
     mlp_arguments = of_mlp.checked(op, "mlp_arguments", mlp_arguments)
     if cross_attention_arguments is not None:
         attentions.append(ATTENTION_ARGUMENTS.checked(op, "cross_attention_arguments", cross_attention_arguments))
-        check_cross(op, attentions[1], parallel, latent, routes)
+        if attentions[1]["key_value"] is None:
+            raise TypeError(f"{op}: cross_attention_arguments must have key_value")
+        if parallel:
+            raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
+        if latent:
+            raise ValueError(f"{op}: attention_arguments with a kv_a_weight go without cross_attention_arguments")
+        if routes:
+            raise ValueError(f"{op}: a layer with a router_weight takes no cross_attention_arguments")
     modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
-        check_parallel(op, attentions[0], mlp_arguments)
+        for name, arguments in (("attention_arguments", attentions[0]), ("mlp_arguments", mlp_arguments)):
+            if arguments["norm"] is not None and arguments["norm_first"] is False:
+                raise ValueError(
+                    f"{op}: parallel sublayers must have their norm before the branch, but {name} has norm_first=False"
+                )
+        if mlp_arguments["residual"] is not True:
+            raise ValueError(
+                f"{op}: parallel adds the MLP's result, but mlp_arguments has residual=False; leave it out"
+            )
         mlp_arguments |= {"residual": False}
-    if latent:
-        refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
         raise NotSharded("a layer with a router cannot be sharded")
     common = dict(training=training, workspace=workspace)
     # each sublayer is a region: a shard saves the tensors between them, whose recompute would take another collective
     if ACTIVE.shard is not None or not isinstance(recompute, str):
         mid, block = x, latent_attention_block if latent else attention_block
-        if ACTIVE.shard is not None:
+        if ACTIVE.shard is not None and not latent:
             block = functools.partial(ACTIVE.shard.attention_block, alone=not parallel)
         for arguments in attentions:
             mid = block(mid, recompute=modes[0], **common, **arguments)

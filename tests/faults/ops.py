@@ -143,8 +143,8 @@ OPS = [
     ),
     Fault(
         "attention: all groups of heads drop the same scores",
-        "ckptkern/ops/attention/core_sublayer.py",
-        "core = core._replace(plane_base=core.plane_base «+ index * H»,",
+        "ckptkern/eager/attention_core.py",
+        "plane_base=self.plane_base «+ first»,",
         "",
         (
             values("[attention_block-dropout"),

@@ -147,9 +147,9 @@ def test_boundaries_are_formed_without_reading_the_device(options):
     on_meta = {id(cu): cu.to("meta") for cu in (options["cu_q"], options["cu_k"])}
     core = eager.AttentionCore(0.3, "ieee", **{name: on_meta.get(id(value), value) for name, value in options.items()})
     q, k, *_ = (x.to("meta") for x in tensors(core, 4))
-    packing = fused_attention._packing(q, k, core)
-    assert packing.outside_q.shape == packing.outside_k.shape == (20,)
-    assert (packing.outside_q is packing.outside_k) == (options is OWN_KEYS), "formed twice"
+    (outside_q, outside_k), *_ = fused_attention._for_flash(q, k, core)
+    assert outside_q.shape == outside_k.shape == (20,)
+    assert (outside_q is outside_k) == (options is OWN_KEYS), "formed twice"
 
 
 @pytest.mark.gpu

@@ -31,7 +31,6 @@ from ..dispatch.choices import (
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import NO_UPDATES, gather_lora
 from ..sublayer.residual import NORMS, around
-from .context import check_context, check_longest
 from .core import check_sinks, check_whole_sequence, fused_core
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
@@ -46,19 +45,6 @@ def one_or_three(op: str, name: str, value) -> tuple:
 
 
 QKV_LAYOUTS = ("qkv", "heads")
-
-
-def check_key_value(op: str, x: Tensor, key_value: Tensor, **self_attention_only) -> None:
-    """Checks key_value. self_attention_only: arguments by name that cross-attention excludes."""
-    check_tensor(op, "key_value", key_value, x)
-    if key_value.dim() != x.dim() or key_value.shape[:-2] != x.shape[:-2]:
-        raise ShapeError(
-            f"{op}: key_value must be {'[B, S_k, d_k]' if x.dim() == 3 else '[S_k, d_k]'} with the samples of the input "
-            f"{tuple(x.shape)}, but has shape {tuple(key_value.shape)}"
-        )
-    for name, value in self_attention_only.items():
-        if value is not None:
-            raise ValueError(f"{op}: {name} is for self-attention and does not go with key_value")
 
 
 def check_projections(
@@ -100,19 +86,6 @@ def check_projections(
             f"value heads{' with gate_in_query' if gate_in_query else ''}"
         )
     return weights, biases, D
-
-
-def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, in_query: bool, H: int, D: int) -> None:
-    if weight is None:
-        raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
-    if in_query:
-        raise ValueError(f"{op}: gate_weight does not go with gate_in_query, where q's weight has the gate's rows")
-    check_weight(op, "gate_weight", weight, bias, x, x.shape[-1], "input")
-    if weight.shape[0] not in (H * D, H):
-        raise ShapeError(
-            f"{op}: gate_weight must have {H * D} rows, one for each column of o, or {H}, one for each head, but has "
-            f"{weight.shape[0]}"
-        )
 
 
 def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
@@ -181,14 +154,13 @@ def within(right: int | None, diagonal: int | None) -> int | None:
     return diagonal if right is None else right if diagonal is None else min(right, diagonal)
 
 
-def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
-    """Returns attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
-    check_tensor(op, "attn_mask", attn_mask, q, floating=False)
+def as_mask(op: str, attn_mask: Tensor, x: Tensor, wanted: tuple[int, int, int, int]) -> Tensor:
+    """Returns attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]. wanted: (B, H, Sq, Sk)."""
+    check_tensor(op, "attn_mask", attn_mask, x, floating=False)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
-    if attn_mask.dtype == torch.float64 != q.dtype:
-        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs inputs of that dtype, not {q.dtype}")
-    wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
+    if attn_mask.dtype == torch.float64 != x.dtype:
+        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs inputs of that dtype, not {x.dtype}")
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
         raise ShapeError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
@@ -205,20 +177,6 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
     return alibi_slopes.float().reshape(-1, H).contiguous()
 
 
-def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, Tensor | None, int | None]:
-    """Returns (mask, second mask, the diagonal of a CausalBias), for q [B, H, S, 0]."""
-    pair = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
-    if len(pair) > 2:
-        raise TypeError(f"{op}: attn_mask must be one mask or a pair of them, not {len(pair)}")
-    masks, diagonal = [], None
-    for mask in pair:
-        bound = diagonal_of(op, mask, q.shape[2], Sk)
-        diagonal = within(diagonal, bound)
-        if mask is not None and bound is None:
-            masks.append(as_mask(op, mask, q, Sk))
-    return *(*masks, None, None)[:2], diagonal
-
-
 def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
@@ -229,7 +187,7 @@ def check_hidden(
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
     """Returns (mask, padding or a second mask, left bound, right bound) for H heads of x."""
     B, S = batch_and_rows(x)
-    mask = second = diagonal = padding = None
+    masks, diagonal, padding = [], None, None
     if key_padding_mask is not None:
         check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
         padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
@@ -242,8 +200,15 @@ def check_hidden(
                 f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S_k}), "
                 f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
             )
-    if attn_mask is not None:
-        mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
+    pair = attn_mask if isinstance(attn_mask, (tuple, list)) else () if attn_mask is None else (attn_mask,)
+    if len(pair) > 2:
+        raise TypeError(f"{op}: attn_mask must be one mask or a pair of them, not {len(pair)}")
+    for part in pair:
+        bound = diagonal_of(op, part, S, S_k)
+        diagonal = within(diagonal, bound)
+        if part is not None and bound is None:
+            masks.append(as_mask(op, part, x, (B, H, S, S_k)))
+    mask, second = (*masks, None, None)[:2]
     if second is not None and padding is not None:
         raise ValueError(
             f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
@@ -307,9 +272,9 @@ def around_core(
     H,
     H_kv,
     D,
+    qk,
+    rope,
     *,
-    qk=None,
-    rope=None,
     slopes=None,
     cu=None,
     max_len=0,
@@ -329,8 +294,8 @@ def around_core(
     """Checks the arguments of core attention and of what is around it, for both kinds of attention; returns them as fields
     of their tensors and options.
 
-    H, H_kv, D: heads of q and k, and the head dim; qk: dimensions of q and k (default: D); rope: dimensions that may be
-    rotated (default: D). slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: see
+    H, H_kv, D: heads of q and k, and the head dim; qk: dimensions of q and k; rope: dimensions that may be rotated.
+    slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: see
     `around`.
     """
     softcap = 0.0 if softcap is None else check_softcap(op, softcap)
@@ -338,11 +303,7 @@ def around_core(
     context = ACTIVE.context
     seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # seen: with the rows of all ranks
     B, S = batch_and_rows(seen)
-    S_k, qk, rope = (
-        S if key_value is None else key_value.shape[-2],
-        D if qk is None else qk,
-        D if rope is None else rope,
-    )
+    S_k = S if key_value is None else key_value.shape[-2]
     cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, seen, rotary, B, S, rope, own)
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
     if cu is not None and (mask is not None or padding is not None):
@@ -350,7 +311,33 @@ def around_core(
     scale, drops = float(max(qk, 1) ** -0.5 if scale is None else scale), others["training"] and dropout_p > 0.0
     reason = head_dim_not_covered(D)
     if context is not None:
-        reason = check_context(op, context, x, H, H_kv, left, right, drops, key_value, cu, slopes, mask) or reason
+        rows = x.shape[-2]
+        if key_value is not None:
+            raise ValueError(
+                f"{op}: key_value does not go with a sequence on several ranks; keep cross-attention's layers whole"
+            )
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: no gradient of attn_mask is formed over a context-parallel group; detach it")
+        if context.zigzag and rows % 2:
+            raise ShapeError(
+                f"{op}: zigzag order takes an even number of rows on each rank, not {rows}; pad the sequence"
+            )
+        if context.exchange == "heads":
+            if H_kv % context.size:
+                raise ValueError(
+                    f"{op}: exchange='heads' needs num_kv_heads that the {context.size} ranks divide, not {H_kv}; use "
+                    "'gather'"
+                )
+        elif cu is not None:
+            if drops or slopes is not None:
+                name = "dropout_p" if drops else "alibi_slopes"
+                raise ValueError(f"{op}: {name} with cu_seqlens on several ranks needs exchange='heads'")
+            if right != 0 and (left, right) != (None, None):
+                raise ValueError(
+                    f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
+                )
+        elif drops and (rows // 2 if context.zigzag else rows) % 16:
+            reason = f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {rows}"
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
     fused = fused_core(
@@ -429,12 +416,29 @@ def gather(
     check_count(op, "num_kv_heads", H_kv)
     if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
-    layout = None if qkv_layout == "qkv" else qkv_layout
     if key_value is not None:
-        check_key_value(op, x, key_value, qkv_layout=layout, rotary=others["rotary"], cu_seqlens=cu_seqlens)
+        check_tensor(op, "key_value", key_value, x)
+        if key_value.dim() != x.dim() or key_value.shape[:-2] != x.shape[:-2]:
+            raise ShapeError(
+                f"{op}: key_value must be {'[B, S_k, d_k]' if x.dim() == 3 else '[S_k, d_k]'} with the samples of the input "
+                f"{tuple(x.shape)}, but has shape {tuple(key_value.shape)}"
+            )
+        layout = None if qkv_layout == "qkv" else qkv_layout
+        for name, value in dict(qkv_layout=layout, rotary=others["rotary"], cu_seqlens=cu_seqlens).items():
+            if value is not None:
+                raise ValueError(f"{op}: {name} is for self-attention and does not go with key_value")
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
     if gate_weight is not None or gate_bias is not None:
-        check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
+        if gate_weight is None:
+            raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
+        if gate_in_query:
+            raise ValueError(f"{op}: gate_weight does not go with gate_in_query, where q's weight has the gate's rows")
+        check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
+        if gate_weight.shape[0] not in (H * D, H):
+            raise ShapeError(
+                f"{op}: gate_weight must have {H * D} rows, one for each column of o, or {H}, one for each head, but has "
+                f"{gate_weight.shape[0]}"
+            )
     if sinks is not None:
         check_sinks(op, sinks, x, H)
     check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
@@ -452,8 +456,6 @@ def gather(
         slopes = as_slopes(op, alibi_slopes, x, B, H)
         check_no_gradient(op, "alibi_slopes", alibi_slopes)
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
-    of_gather = dict(slopes=slopes, cu=cu_seqlens, key_value=key_value)
-    weights, biases = (*weights, None, None), (*biases, None, None)
     max_len = 0
     if cu_seqlens is not None:
         check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
@@ -464,29 +466,46 @@ def gather(
     elif max_seqlen is not None:
         raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
     tensors, options = around_core(
-        op, x, probe, updates, out_weight.shape[0], H, H_kv, D, max_len=max_len, **of_gather, **others
+        op,
+        x,
+        probe,
+        updates,
+        out_weight.shape[0],
+        H,
+        H_kv,
+        D,
+        D,
+        D,
+        slopes=slopes,
+        cu=cu_seqlens,
+        max_len=max_len,
+        key_value=key_value,
+        **others,
     )
     if context is not None and context.exchange == "gather" and cu_seqlens is not None and max_len < S:
-        check_longest(op, cu_seqlens, max_len)
-    t = AttentionTensors(
-        wq=weights[0],
-        wk=weights[1],
-        wv=weights[2],
-        bq=biases[0],
-        bk=biases[1],
-        bv=biases[2],
-        wo=out_weight,
-        bo=out_bias,
-        q_norm=qk_norms[0],
-        k_norm=qk_norms[1],
-        q_norm_bias=qk_norms[2],
-        k_norm_bias=qk_norms[3],
-        sinks=sinks,
-        wg=gate_weight,
-        bg=gate_bias,
-        **of_gather,
-        **tensors,
+        message = f"{op}: on several ranks max_seqlen={max_len} must not be below the longest sequence; leave it out"
+        fits = (cu_seqlens.diff() <= max_len).all()
+        if (
+            not fits.is_cpu or torch.compiler.is_compiling()
+        ):  # a device-side assertion, for which the host does not wait
+            torch._assert_async(fits, message)
+        elif not fits:
+            raise ValueError(message)
+    biases, weights = ((*layers, None, None)[:3] for layers in (biases, weights))
+    own = (
+        key_value,
+        *weights,
+        *biases,
+        out_weight,
+        out_bias,
+        *qk_norms,
+        sinks,
+        gate_weight,
+        gate_bias,
+        slopes,
+        cu_seqlens,
     )
+    t = AttentionTensors(**dict(zip(AttentionTensors.own, own, strict=True)), **tensors)
     o = AttentionOptions(
         num_kv_heads=H_kv,
         qkv_layout=qkv_layout,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ...errors import ShapeError
 from .core import attend, attention_grads
 
 EXCHANGES = ("gather", "heads")
@@ -76,22 +75,15 @@ class Context(NamedTuple):
         """Joins the ranks' [n, B, S, ...] to [B, n S, ...] in the sequence's order."""
         if not self.zigzag:
             return parts.movedim(0, 1).flatten(1, 2)
-        n, B, S, *others = parts.shape
-        whole = parts.new_empty((B, 2 * n, S // 2, *others))
-        whole[:, :n].copy_(parts[:, :, : S // 2].movedim(0, 1))
-        whole[:, n:].copy_(parts[:, :, S // 2 :].flip(0).movedim(0, 1))
-        return whole.flatten(1, 2)
+        first, second = parts.chunk(2, 2)
+        return torch.cat((first.movedim(0, 1), second.flip(0).movedim(0, 1)), 1).flatten(1, 2)
 
     def parted(self, x: Tensor) -> Tensor:
         """Splits [B, n S, ...] into the ranks' [n, B, S, ...]."""
         parts = x.unflatten(1, (self.chunks, -1)).movedim(1, 0)
         if not self.zigzag:
             return parts
-        _, B, rows, *others = parts.shape
-        whole = parts.new_empty((self.size, B, 2, rows, *others))
-        whole[:, :, 0].copy_(parts[: self.size])
-        whole[:, :, 1].copy_(parts[self.size :].flip(0))
-        return whole.flatten(2, 3)
+        return torch.stack((parts[: self.size], parts[self.size :].flip(0)), 2).flatten(2, 3)
 
     def stream(self, rng: Tensor) -> Tensor:
         """Returns this rank's own random state, derived from a state that is equal on all ranks, for masks of its rows."""
@@ -107,71 +99,6 @@ class Context(NamedTuple):
         """Starts the all-to-all of [n, ...]: part r goes to rank r, and rank r's part takes its place."""
         ones = [1] * self.size
         return _c10d.all_to_all_single(x.contiguous(), ones, ones, self.group)
-
-    # -- heads
-
-    def spread(self, queries: Callable[[], Tensor], k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
-        """Starts the collective for k and v [B, heads, S, D] of this rank's rows and returns the heads that attend.
-        queries: computes q while the collective runs."""
-        return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, queries, k, v)
-
-    def core_of_rows(self, core: eager.AttentionCore) -> eager.AttentionCore:
-        """Returns `core` for quantities of single rows, such as delta."""
-        return core._replace(cu_q=None, cu_k=None)
-
-
-def check_context(
-    op: str,
-    context: Context,
-    x: Tensor,
-    H: int,
-    H_kv: int,
-    left: int | None,
-    right: int | None,
-    drops: bool,
-    key_value: Tensor | None,
-    cu_seqlens: Tensor | None,
-    alibi_slopes: Tensor | None,
-    attn_mask: Tensor | None,
-) -> str | None:
-    """Returns why this call runs in PyTorch ops, or None. Raises ValueError and ShapeError for what a split sequence does
-    not cover."""
-    S = x.shape[-2]
-    if key_value is not None:
-        raise ValueError(
-            f"{op}: key_value does not go with a sequence on several ranks; keep cross-attention's layers whole"
-        )
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient of attn_mask is formed over a context-parallel group; detach it")
-    if context.zigzag and S % 2:
-        raise ShapeError(f"{op}: zigzag order takes an even number of rows on each rank, not {S}; pad the sequence")
-    if context.exchange == "heads":
-        if H_kv % context.size:
-            raise ValueError(
-                f"{op}: exchange='heads' needs num_kv_heads that the {context.size} ranks divide, not {H_kv}; use 'gather'"
-            )
-        return None
-    if cu_seqlens is not None:
-        if drops or alibi_slopes is not None:
-            name = "dropout_p" if drops else "alibi_slopes"
-            raise ValueError(f"{op}: {name} with cu_seqlens on several ranks needs exchange='heads'")
-        if right != 0 and (left, right) != (None, None):
-            raise ValueError(
-                f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
-            )
-    if drops and (S // 2 if context.zigzag else S) % 16:
-        return f"the kernels' dropout masks need a multiple of 16 rows on each rank, not {S}"
-    return None
-
-
-def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """Raises ValueError on a CPU; on a GPU, a device-side assertion, for which the host does not wait."""
-    message = f"{op}: on several ranks max_seqlen={max_seqlen} must not be below the longest sequence; leave it out"
-    fits = (cu_seqlens.diff() <= max_seqlen).all()
-    if not fits.is_cpu or torch.compiler.is_compiling():
-        torch._assert_async(fits, message)
-    elif not fits:
-        raise ValueError(message)
 
 
 class SpreadHeads:
@@ -241,7 +168,7 @@ class GatheredHeads(SpreadHeads):
         rows and ranks in float32."""
         dsinks = sums = None
         if need_dsinks:
-            delta = p.attn_delta(o, do, self.context.core_of_rows(core)) if delta is None else delta
+            delta = p.attn_delta(o, do, core._replace(cu_q=None, cu_k=None)) if delta is None else delta
             dsinks = eager.sink_gradient(lse, delta, core.sinks)
         if not (need_dq or need_dkv):
             self.close()
@@ -316,18 +243,8 @@ class ExchangedHeads(SpreadHeads):
 
     def core(self, core: eager.AttentionCore) -> eager.AttentionCore:
         """Returns `core` of this rank's heads."""
-        rank, size, count = self.context.rank, self.context.size, self.counts[0]
-
-        def own(tensor: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, rank * count, count)
-
-        return core._replace(
-            plane_base=core.plane_base + rank * count,
-            planes=core.planes or size * count,
-            mask=own(core.mask),
-            slopes=None if core.slopes is None else own(core.slopes).clone(),
-            sinks=own(core.sinks),
-        )
+        count = self.counts[0]
+        return core.of_heads(self.context.rank * count, count, self.context.size * count)
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
         """Returns (o of this rank's rows, lse of its heads, None)."""

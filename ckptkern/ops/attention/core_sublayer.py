@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.gradients import Delayed, Late, Place, WeightGrad, add_matmul, main_grad_of
-from ..registration.op import SublayerOp, needed_names, row_count, rows_2d
-from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
-from ..sublayer.residual import OF_NORM, RandomStates, Sublayer, reference_inputs, reference_output
+from ..registration.gradients import Delayed, Place, WeightGrad, add_matmul, arrived, is_late
+from ..registration.op import SublayerOp, needed_names
+from ..sublayer.lora import LowRank, names_of, reference_linear
+from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import LAYERS, Division, PositionTensors, batch_and_rows
+from .tensors import Division, PositionTensors, batch_and_rows
 
 # Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
 # reads besides the quantity's gradient and the parameters.
@@ -85,6 +85,18 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
     return Plan(need, frozenset(formed), frozenset(values))
 
 
+class Layer(NamedTuple):
+    """A linear layer in backward. letter: names its tensors, as in `linear_operands`; place: of its rows (of the output
+    projection: columns) in the weight, None for all; update: its low-rank update; d, du: the gradients of its result and of
+    the update's inner features."""
+
+    letter: str
+    place: Place | None
+    update: LowRank | None
+    d: Tensor
+    du: Tensor | None = None
+
+
 class Gradients:
     """Collects gradients of parameters by name, over groups of heads. Each group writes its part at its `place` of one
     tensor; where all groups read the same weight, a float32 sum is rounded once.
@@ -111,9 +123,8 @@ class Gradients:
 
     def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
         """Returns the sum over chunks for the weight's part at `place`; pass it to `written` when complete."""
-        weight = getattr(self.t, name)
-        whole = None if place is None or main_grad_of(weight) is not None else functools.partial(self.whole, name)
-        return WeightGrad(weight, chunks, place=place, whole=whole)
+        whole = None if place is None else functools.partial(self.whole, name)
+        return WeightGrad(getattr(self.t, name), chunks, place=place, whole=whole)
 
     def written(self, sums: dict[str, WeightGrad]) -> None:
         """Stores the results of complete sums."""
@@ -148,31 +159,6 @@ class Gradients:
         return self.grads | {name: total.result() for name, total in self.sums.items()}
 
 
-def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (cos, sin): the given tables, tables computed from theta (in forward and again in backward), or (None, None)."""
-    context, whole = o.context, S if o.context is None else S * o.context.size
-    if o.theta:
-        positions = positions_of(whole, t.wo.device, t.cu)
-        positions = positions if context is None else context.own(positions, 0)
-        return rotary_tables(positions, dim, o.theta, interleaved=o.interleaved)
-    if context is None or t.cos is None or t.cos.shape[-2] == S:
-        return t.cos, t.sin
-    return context.own(t.cos, -2), context.own(t.sin, -2)
-
-
-def update_of(letter: str, rows: int, t: Any, o: Any) -> LowRank | None:
-    """Returns the low-rank update of wq, wk, wv or wo, for `rows` rows of x, or None."""
-    return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
-
-
-def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
-    masks = t.mask is not None or t.padding is not None
-    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
-    if o.workspace is not None:
-        o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
-
-
 class CoreSublayer(Sublayer):
     """Computes a sublayer around core attention for one input: every quantity once, from x and the saved tensors.
 
@@ -184,8 +170,8 @@ class CoreSublayer(Sublayer):
     division, of_heads     the number of groups, and the dimension of each tensor along which its heads lie
     source, source_values  the input of the projections, and the quantities that need it
     projected              q, k, v of all heads, as they are saved
-    reference_heads        (h, t, o) -> q, k, v [B, S, heads, D], the gate of o or None, in differentiable PyTorch ops
     heads                  q, k, v as the core reads them
+    reference_heads        (h) -> (q, k, v), the gate of o or None, in differentiable PyTorch ops
     add_projection_gradients, input_gradient
     """
 
@@ -209,11 +195,30 @@ class CoreSublayer(Sublayer):
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
-        return sublayer_core(self.t, self.o)
+        t, o = self.t, self.o
+        masks = t.mask is not None or t.padding is not None
+        mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
+        if o.workspace is not None:
+            o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
+        return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
 
     @functools.cached_property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        return rotary_of(self.S, self.rotary_dim, self.t, self.o)
+        """Returns (cos, sin): the given tables, tables computed from theta (in forward and again in backward), or (None,
+        None)."""
+        t, o, context, whole = (
+            self.t,
+            self.o,
+            self.o.context,
+            self.S if self.o.context is None else self.S * self.o.context.size,
+        )
+        if o.theta:
+            positions = positions_of(whole, t.wo.device, t.cu)
+            positions = positions if context is None else context.own(positions, 0)
+            return rotary_tables(positions, self.rotary_dim, o.theta, interleaved=o.interleaved)
+        if context is None or t.cos is None or t.cos.shape[-2] == self.S:
+            return t.cos, t.sin
+        return context.own(t.cos, -2), context.own(t.sin, -2)
 
     # -- groups of heads
 
@@ -226,20 +231,12 @@ class CoreSublayer(Sublayer):
         part.index, part.count, part.whole, part.copies, part.angles = index, count, self, {}, self.angles
         H, part.places = o.num_heads // count, {}
         for name, dim in self.of_heads().items():
-            if (whole := getattr(t, name)) is not None:
+            if (whole := getattr(t, name)) is not None and whole.shape[dim] > 1:
                 n = whole.shape[dim] // count
                 part.places[name] = (slice(None),) * dim + (slice(index * n, (index + 1) * n),)
         part.t = t._replace(**{name: getattr(t, name)[place] for name, place in part.places.items()})
         counts = {name: getattr(o, name) // count for name in ("num_heads", "num_kv_heads") if name in o._fields}
-        part.o, core = o._replace(**counts), self.core
-        core = core._replace(plane_base=core.plane_base + index * H, planes=core.planes or o.num_heads)
-        if core.mask is not None and core.mask.shape[1] > 1:
-            core = core._replace(mask=part.own(core.mask))
-        if core.sinks is not None:
-            core = core._replace(sinks=part.own(core.sinks))
-        if core.slopes is not None:
-            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address aligned as that of all heads
-        part.core = core
+        part.o, part.core = o._replace(**counts), self.core.of_heads(index * H, H, o.num_heads)
         return part
 
     def own(self, heads: Tensor, dim: int = 1) -> Tensor:
@@ -269,24 +266,19 @@ class CoreSublayer(Sublayer):
         saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
         heads: Saved = {}
         for group in self.groups():
-            group.add_core(source, saved, save_raw, heads)
+            out, lse, _ = group.attended(group.heads(source, saved, save_raw, backward=False)[0])
+            if self.D_v < self.D:  # copied: [B, H, S, D_v], in memory [B, S, H, D_v]
+                out = out[..., : self.D_v]
+                out = eager.empty_heads(out).copy_(out)
+            if group is self:
+                return {"out": out, "lse": lse} | saved
+            if not heads:
+                heads["out"] = eager.empty_heads(out[:, :1].expand(-1, self.o.num_heads, -1, -1))
+                heads["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * group.count, *lse.shape[2:]))
+            group.own(heads["out"]).copy_(out)
+            group.own(heads["lse"]).copy_(lse)
+            out = lse = None
         return heads | saved
-
-    def add_core(self, source: Any, saved: Saved, save_raw: bool, heads: Saved) -> None:
-        """Writes this group's out and lse into those of all heads."""
-        out, lse, _ = self.attended(self.heads(source, saved, save_raw, backward=False)[0])
-        if self.D_v < self.D:  # copied: [B, H, S, D_v], in memory [B, S, H, D_v]
-            out = out[..., : self.D_v]
-            out = eager.empty_heads(out).copy_(out)
-        if self.count == 1:
-            heads |= {"out": out, "lse": lse}
-            return
-        if not heads:
-            H = out.shape[1] * self.count
-            heads["out"] = eager.empty_heads(out[:, :1].expand(-1, H, -1, -1))
-            heads["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * self.count, *lse.shape[2:]))
-        self.own(heads["out"]).copy_(out)
-        self.own(heads["lse"]).copy_(lse)
 
     def filled(self, heads: Tensor) -> Tensor:
         """Pads [..., D_v] with zeros to [..., D]."""
@@ -324,49 +316,50 @@ class CoreSublayer(Sublayer):
 
         f: the branch's result, if it has been recomputed.
         """
-        plan = self.plan(needed_names(type(self.t), needs), saved, f)
+        need = needed_names(type(self.t), needs)
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
-        grads.plan = plan
-        dy, gradients, raw = self.down_to_projections(dy, saved, f, grads)
-        dh = self.input_gradient(raw, grads)
-        gradients |= grads.results()
-        if dh is not None:
-            gradients |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
-        return self.finished(gradients, plan.need)
-
-    def down_to_projections(
-        self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
-    ) -> tuple[Tensor, dict, Tensor | None]:
-        """Adds all gradients of groups of heads. Returns (the gradient of x + z, the gradients of parameters after the
-        branch, the raw latents or None)."""
-        need = grads.plan.need
+        grads.plan = self.plan(need, saved, f)
         if f is None and "f" in grads.plan.values:
             # the input of a norm after the branch is needed before the gradient from which delta is computed
             saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
             grads.plan = self.plan(need, saved, f)
-        dy, df, after = self.branch_gradients(dy, f, need)
-        f = None
+        dy, df, gradients = self.branch_gradients(dy, f, need)
+        f = du = None
         source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
-        du = None
         if "o" in self.updates and not grads.plan.formed.isdisjoint(("gated", *names_of("o"))):
             du = self.updates["o"].inner_gradient(df)
         for group in self.groups():
-            of_heads = group.core_gradients(source, df, du, saved, grads)
-            if of_heads:
+            if of_heads := group.core_gradients(source, df, du, saved, grads):
                 group.add_projection_gradients(of_heads, source, grads)
-        return dy, after, getattr(source, "raw", None)
+        raw = getattr(source, "raw", None)
+        group = of_heads = source = saved = df = du = None  # frees what the input's gradient does not read
+        dh = self.input_gradient(raw, grads)
+        gradients |= grads.results()
+        if dh is not None:
+            gradients |= self.input_gradients(dh.to(self.o.dtype), dy, need)
+        return self.finished(gradients, need)
 
-    def do_and_o(
-        self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
-    ) -> tuple[Tensor | None, ...]:
-        """Returns (do, o, lse, delta), each None if it is not read, and adds the output projection's gradients."""
-        plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
+    def core_gradients(
+        self, source: Any, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
+    ) -> dict[str, Any]:
+        """Recomputes what this group of heads needs and adds the gradients of the output projection, the mask and the
+        sinks.
+
+        Returns the gradients of q, k, v [B, H, S, D] ("heads") and of the gate, with the "raw" and "buffer" of `heads` and
+        `buffer`; an empty dict if none leads to a requested gradient.
+        """
+        plan, heads, raw, gate = grads.plan, None, (None, None), None
+        if "q_heads" in plan.values:
+            heads, raw, gate = self.heads(source, saved, False, backward=True)
+        elif "g" in plan.values:
+            gate = self.gate_alone(source, saved)
+        out, lse, do, delta = saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
-        if recomputes and type(df) is Late and df.finish is not None:
+        if recomputes and is_late(df):
             # while df is on its way; delta, which needs df, is computed later
             out, lse, _ = self.attended(heads)
-        df = df.arrived() if type(df) is Late else df
+        df = arrived(df)
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
         if "gated" in plan.formed:
             do = add_matmul(None, df, self.cast(self.t.wo), wide=False)
@@ -383,26 +376,11 @@ class CoreSublayer(Sublayer):
         rows = None
         if "gated" in plan.values:
             rows = self.out_rows((out if share is None else out * share)[..., : self.D_v])
-        self.add_layer_gradients("o", df, rows, grads, du)
-        return do, out, lse, delta
-
-    def core_gradients(
-        self, source: Any, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
-    ) -> dict[str, Any]:
-        """Recomputes what this group of heads needs and adds the gradients of the output projection, the mask and the
-        sinks.
-
-        Returns the gradients of q, k, v [B, H, S, D] ("heads") and of the gate, with the "raw" and "buffer" of `heads` and
-        `buffer`; an empty dict if none leads to a requested gradient.
-        """
-        plan, heads, raw, gate = grads.plan, None, (None, None), None
-        if "q_heads" in plan.values:
-            heads, raw, gate = self.heads(source, saved, False, backward=True)
-        elif "g" in plan.values:
-            gate = self.gate_alone(source, saved)
-        do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, grads)
+        layer = Layer("o", self.places.get("wo"), self.updates.get("o"), df, du)
+        self.add_layer_gradients((layer,), ((slice(None), rows),), grads)
         if do is None:
             return {}
+        layer = rows = share = None
         results = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
         if "o" not in plan.formed:
             return results | {"heads": [None] * 3}
@@ -425,45 +403,31 @@ class CoreSublayer(Sublayer):
             self.add_part("sinks", dsinks, grads)
         return results
 
-    # -- layers
-
-    def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
-        """Returns sums over chunks of rows for the needed gradients of a layer's weight, at its place, and low-rank update."""
-        need, weight = grads.plan.need, f"w{letter}"
-        sums = {weight: grads.of_weight(weight, place, chunks)} if weight in need else {}
-        for i, name in enumerate(names_of(letter) if letter in self.updates else ()):
-            if name in need:  # all groups read A (of the output: B); the other matrix is split as the weight is
-                sums[name] = grads.sum_of(name) if (i == 1) == (letter == "o") else grads.of_weight(name, place, chunks)
-        return sums
-
-    def add_to_sums(
-        self,
-        sums: dict[str, WeightGrad],
-        letter: str,
-        update: LowRank | None,
-        d: Tensor,
-        du: Tensor | None,
-        rows: Tensor,
-        start: int = 0,
-    ) -> None:
-        """Adds d^T rows to the gradient of a layer's weight, and the gradients of its low-rank update. d: the gradient of
-        the layer's result; rows: its input from row `start` on."""
-        if (of_weight := sums.get(f"w{letter}")) is not None:
-            of_weight.add(d, rows)
-        if update is not None and len(sums) > (of_weight is not None):
-            update.add_gradients(self.p, d, du, rows, *map(sums.get, names_of(letter)), start)
-
     def add_layer_gradients(
-        self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients, du: Tensor | None = None
+        self, layers: Sequence[Layer], read: Iterable[tuple[slice, Tensor]], grads: Gradients, chunks: int = 1
     ) -> None:
-        """Adds the gradients of a layer's bias, weight and low-rank update, from the gradient d of its result and its input
-        rows."""
-        name = f"b{letter}"
-        if name in grads.plan.need and (name in self.places or not self.index):  # all groups share bo
-            grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), self.places.get(name))
-        if sums := self.weight_sums(letter, self.places.get(f"w{letter}"), grads):
-            self.add_to_sums(sums, letter, self.updates.get(letter), d, du, rows)
-            grads.written(sums)
+        """Adds the gradients of layers' biases, weights and low-rank updates. read: (place, rows) of the layers' input, for
+        each of the chunks."""
+        need, sums = grads.plan.need, []
+        for letter, place, update, d, _ in layers:
+            of_output, weight, bias, own = letter == "o", f"w{letter}", f"b{letter}", {}
+            if bias in need and not (of_output and self.index):  # all groups share bo
+                grads.put(bias, eager.column_sum(d, getattr(self.t, bias).dtype), None if of_output else place)
+            if weight in need:
+                own[weight] = grads.of_weight(weight, place, chunks)
+            for i, name in enumerate(names_of(letter) if update is not None else ()):
+                if name in need:  # all groups read A (of the output: B); the other matrix is split as the weight is
+                    own[name] = grads.sum_of(name) if (i == 1) == of_output else grads.of_weight(name, place, chunks)
+            sums.append(own)
+        for place, rows in read if any(sums) else ():
+            for (letter, _, update, d, du), own in zip(layers, sums, strict=True):
+                d, du = (part if part is None or chunks == 1 else part[place] for part in (d, du))
+                if (of_weight := own.get(f"w{letter}")) is not None:
+                    of_weight.add(d, rows)
+                if len(own) > (of_weight is not None):
+                    update.add_gradients(self.p, d, du, rows, *map(own.get, names_of(letter)), place.start or 0)
+        for own in sums:
+            grads.written(own)
 
 
 def saves(o: Any) -> tuple[str, ...]:
@@ -495,12 +459,14 @@ class CoreOp(SublayerOp):
             raise NotImplementedError(
                 "attention: second-order gradients are not supported over a context-parallel group"
             )
-        *heads, gate = cls.Sublayer.reference_heads(reference_inputs(x, t, o), t, o)
-        out = eager.attention_reference(*(head.transpose(1, 2) for head in heads), sublayer_core(t, o)).transpose(1, 2)
+        sublayer = cls.Sublayer(x, t, o._replace(backend="eager", workspace=None), holds=True)
+        heads, gate = sublayer.reference_heads(sublayer.inputs().view(x.shape))
+        out = eager.attention_reference(*heads, sublayer.core)
+        out = out.transpose(1, 2)
         out = out if gate is None else out * torch.sigmoid(gate)
         out = out.reshape(*x.shape[:-1], t.wo.shape[1])
-        f = reference_linear(out, t.wo, t.bo, update_of("o", row_count(x), t, o))
-        return reference_output(x, f, t, o)
+        f = reference_linear(out, t.wo, t.bo, sublayer.updates.get("o"))
+        return sublayer.output(sublayer.drop(f.flatten(0, -2))).view(f.shape)
 
 
 def constants_of(kind: type) -> frozenset[int]:

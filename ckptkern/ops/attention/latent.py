@@ -26,33 +26,6 @@ class LatentAttentionBlock(CoreOp):
 _apply = build(LatentAttentionBlock)
 
 
-def check_latents(op, x, H, *, wqa, bqa, q_a_norm, wq, bq, wkva, bkva, kv_a_norm, wkvb, bkvb, wo, bo) -> LatentSizes:
-    """Returns the sizes of heads and latents from the weights, which have their names in LatentTensors."""
-    features = x.shape[-1]
-    for name, weight, bias in (("q_a_weight", wqa, bqa), ("kv_a_weight", wkva, bkva)):
-        if weight is not None:
-            check_weight(op, name, weight, bias, x, features, "input")
-    if wqa is None and (bqa is not None or q_a_norm is not None):
-        raise ValueError(f"{op}: q_a_bias and q_a_norm_weight need q_a_weight")
-    q_rank = 0 if wqa is None else wqa.shape[0]
-    check_weight(op, "q_weight", wq, bq, x, q_rank or features, "q_a_weight" if q_rank else "input")
-    kv_rank, width = (w.shape[1] if isinstance(w, Tensor) and w.dim() == 2 else 0 for w in (wkvb, wo))
-    check_weight(op, "kv_b_weight", wkvb, bkvb, x, kv_rank, "kv_a_weight")
-    check_weight(op, "out_weight", wo, bo, x, width, "core attention")
-    check_norm(op, x, "q_a_norm", None if q_a_norm is None else "rms", q_a_norm, None, q_rank)
-    check_norm(op, x, "kv_a_norm", None if kv_a_norm is None else "rms", kv_a_norm, None, kv_rank)
-    v, rope = width // H, wkva.shape[0] - kv_rank
-    nope = wkvb.shape[0] // H - v
-    fits = wq.shape[0] == H * (nope + rope) and wkvb.shape[0] == H * (nope + v) and width == H * v
-    if not fits or nope < 0 or rope < 0:
-        raise ShapeError(
-            f"{op}: for {H} heads of D_n + D_r dimensions and values of D_v, weights must be q_weight [H (D_n + D_r), .], "
-            f"kv_a_weight [r + D_r, d], kv_b_weight [H (D_n + D_v), r] and out_weight [e, H D_v], but have shapes "
-            f"{', '.join(str(tuple(w.shape)) for w in (wq, wkva, wkvb, wo))}"
-        )
-    return LatentSizes(H, nope, rope, v, q_rank, kv_rank)
-
-
 def gather_latent(
     op,
     x,
@@ -80,27 +53,36 @@ def gather_latent(
     check_scores(op, x, "[B, S, d] or [S, d]", **others)
     check_number(op, "latent_norm_eps", latent_norm_eps)
     check_count(op, "num_heads", num_heads)
-    H = num_heads
-    layers = dict(
-        wqa=q_a_weight,
-        bqa=q_a_bias,
-        q_a_norm=q_a_norm_weight,
-        wq=q_weight,
-        bq=q_bias,
-        wkva=kv_a_weight,
-        bkva=kv_a_bias,
-        kv_a_norm=kv_a_norm_weight,
-        wkvb=kv_b_weight,
-        bkvb=kv_b_bias,
-        wo=out_weight,
-        bo=out_bias,
-    )
-    sizes = check_latents(op, x, H, **layers)
+    for name, weight, bias in (("q_a_weight", q_a_weight, q_a_bias), ("kv_a_weight", kv_a_weight, kv_a_bias)):
+        if weight is not None:
+            check_weight(op, name, weight, bias, x, x.shape[-1], "input")
+    if q_a_weight is None and (q_a_bias is not None or q_a_norm_weight is not None):
+        raise ValueError(f"{op}: q_a_bias and q_a_norm_weight need q_a_weight")
+    of_q = (x.shape[-1], "input") if q_a_weight is None else (q_a_weight.shape[0], "q_a_weight")
+    check_weight(op, "q_weight", q_weight, q_bias, x, *of_q)
+    kv_rank, width = (w.shape[1] if isinstance(w, Tensor) and w.dim() == 2 else 0 for w in (kv_b_weight, out_weight))
+    check_weight(op, "kv_b_weight", kv_b_weight, kv_b_bias, x, kv_rank, "kv_a_weight")
+    check_weight(op, "out_weight", out_weight, out_bias, x, width, "core attention")
+    for name, weight, rank in (("q_a_norm", q_a_norm_weight, of_q[0]), ("kv_a_norm", kv_a_norm_weight, kv_rank)):
+        check_norm(op, x, name, None if weight is None else "rms", weight, None, rank)
+    own = (q_a_weight, q_a_bias, q_a_norm_weight, q_weight, q_bias, kv_a_weight, kv_a_bias, kv_a_norm_weight)
+    own = dict(zip(LatentTensors.own, (*own, kv_b_weight, kv_b_bias, out_weight, out_bias), strict=True))
+    H, v, q_rank = num_heads, width // num_heads, 0 if q_a_weight is None else of_q[0]
+    nope = kv_b_weight.shape[0] // H - v
+    sizes = LatentSizes(H, nope, kv_a_weight.shape[0] - kv_rank, v, q_rank, kv_rank)
+    shapes = [tuple(w.shape) for w in (q_weight, kv_a_weight, kv_b_weight, out_weight)]
+    fits = shapes[0][0] == H * sizes.qk and shapes[2][0] == H * (nope + v) and width == H * v
+    if not fits or nope < 0 or sizes.rope < 0:
+        raise ShapeError(
+            f"{op}: for {H} heads of D_n + D_r dimensions and values of D_v, weights must be q_weight [H (D_n + D_r), .], "
+            f"kv_a_weight [r + D_r, d], kv_b_weight [H (D_n + D_v), r] and out_weight [e, H D_v], but have shapes "
+            f"{', '.join(map(str, shapes))}"
+        )
     probe = x.new_empty(0, dtype=compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight))
-    dims = dict(qk=sizes.qk, rope=sizes.rope)
-    tensors, options = around_core(op, x, probe, NO_UPDATES, out_weight.shape[0], H, H, sizes.D, **dims, **others)
+    dims = sizes.D, sizes.qk, sizes.rope
+    tensors, options = around_core(op, x, probe, NO_UPDATES, out_weight.shape[0], H, H, *dims, **others)
     options["latent_norm_eps"] = float(latent_norm_eps)
-    return LatentTensors(**layers, **tensors), LatentOptions(**options)
+    return LatentTensors(**own, **tensors), LatentOptions(**options)
 
 
 @called(gather_latent, _apply)

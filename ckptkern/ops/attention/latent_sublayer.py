@@ -18,15 +18,15 @@ from .core import CoreOptions
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
+    Layer,
     Saved,
     Table,
     from_core,
     input_operands,
     linear_operands,
     norm_operands,
-    rotary_of,
 )
-from .tensors import Division, HeadsOptions, PositionTensors, batch_and_rows, bytes_around
+from .tensors import Division, HeadsOptions, PositionTensors, bytes_around
 
 
 @with_fields(AroundTensors, ..., PositionTensors, RandomStates)
@@ -183,10 +183,7 @@ class LatentSublayer(CoreSublayer):
 
     def of_heads(self) -> dict[str, int]:
         """Returns the tensors that a group has a part of, with the dimension along which heads lie."""
-        mask = self.t.mask
-        return {"wq": 0, "bq": 0, "wkvb": 0, "bkvb": 0, "wo": 1} | (
-            {"mask": 1} if mask is not None and mask.shape[1] > 1 else {}
-        )
+        return {"wq": 0, "bq": 0, "wkvb": 0, "bkvb": 0, "wo": 1, "mask": 1}
 
     # -- forward
 
@@ -194,16 +191,13 @@ class LatentSublayer(CoreSublayer):
         """Returns rows [tokens, heads N] as [B, S, heads, N], a view."""
         return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
 
-    def rotate(self, rows: Tensor, heads: int) -> None:
-        """Rotates the last dimensions of each head of q, or of k's shared part, in place."""
-        if self.angles[0] is not None:
-            part = self.by_token(rows, heads)[..., -self.sizes.rope :]
-            self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
-
-    def rotate_back(self, part: Tensor) -> None:
-        """Rotates the gradient [B, S, heads, rope] back, in place."""
-        if self.angles[0] is not None:
+    def rotate(self, part: Tensor, back: bool = False) -> None:
+        """Rotates the last dimensions of heads of q, or k's shared part [B, S, heads, rope], or their gradient `back`, in
+        place."""
+        if self.angles[0] is not None and back:
             self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
+        elif self.angles[0] is not None:
+            self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
     def raw_parts(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Returns q's latent [tokens, q_rank], and the latent of k and v with the rotated part of k [tokens, kv_rank +
@@ -212,32 +206,36 @@ class LatentSublayer(CoreSublayer):
         q, kv = raw.split([rows * of_q, rows * (self.sizes.latents - of_q)])
         return q.view(rows, of_q), kv.view(rows, self.sizes.latents - of_q)
 
+    def normed_latent(self, latent: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns a latent after its norm, if it has one."""
+        return (
+            latent
+            if weight is None
+            else self.norm_fwd(latent, weight, None, self.o.latent_norm_eps, "rms", self.o.dtype)
+        )
+
     def source(self, saved: Saved) -> Latents:
         """Returns the latents, from the raw ones if these were saved."""
-        t, o, raw, rope = self.t, self.o, saved.get("latents"), self.sizes.rope
+        t, raw, rope = self.t, saved.get("latents"), self.sizes.rope
         formed = raw is None
         h = self.inputs() if formed or t.wqa is None else None
         raw = h.new_empty(h.shape[0] * self.sizes.latents) if formed else raw
         of_q, of_kv = self.raw_parts(raw)
-        if formed and t.wqa is not None:
-            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=of_q)
         if formed:
+            if t.wqa is not None:
+                eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=of_q)
             eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=of_kv)
-        if formed and rope:
-            self.rotate(of_kv[:, -rope:], 1)
-        q, kv = h if t.wqa is None else of_q, of_kv[:, : self.sizes.kv_rank]
-        h = None
-        if t.q_a_norm is not None:
-            q = self.norm_fwd(q, t.q_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
-        if t.kv_a_norm is not None:
-            kv = self.norm_fwd(kv, t.kv_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
-        return Latents(raw, q, kv)
+            if rope:
+                self.rotate(self.by_token(of_kv[:, -rope:], 1))
+        q, h = h if t.wqa is None else of_q, None
+        q = self.normed_latent(q, t.q_a_norm)
+        return Latents(raw, q, self.normed_latent(of_kv[:, : self.sizes.kv_rank], t.kv_a_norm))
 
     def projected(self, latents: Latents) -> dict[str, Tensor]:
         """Returns q [tokens, heads (nope + rope)], rotated, kv [tokens, heads (nope + v)], and their raw latents, by name."""
         t = self.t
         q = eager.linear(latents.q, self.cast(t.wq, last=False), self.cast(t.bq))
-        self.rotate(q, self.o.num_heads)
+        self.rotate(self.by_token(q, self.o.num_heads)[..., -self.sizes.rope :])
         kv = eager.linear(latents.kv, self.cast(t.wkvb, last=False), self.cast(t.bkvb))
         return {"latents": latents.raw, "q": q, "kv": kv}
 
@@ -261,7 +259,7 @@ class LatentSublayer(CoreSublayer):
         if nope + rope < D:
             k[..., nope + rope :].zero_()
         parts = self.filled(self.by_token(q, H)), k, self.filled(kv[..., nope:])
-        return (parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)), (None, None), None
+        return tuple(part.transpose(1, 2) for part in parts), (None, None), None
 
     # -- backward
 
@@ -274,9 +272,9 @@ class LatentSublayer(CoreSublayer):
         if "q" in formed:
             dq = dq[..., :qk].transpose(1, 2).contiguous()  # [B, S, H, nope + rope]
             if rope:
-                self.rotate_back(dq[..., nope:])
+                self.rotate(dq[..., nope:], back=True)
             dq = dq.view(rows, H * qk)
-            self.add_layer_gradients("q", dq, latents.q, grads)
+            self.add_layer("q", dq, latents.q, grads)
             if "q_read" in formed:
                 totals["q"] = add_matmul(totals.get("q"), dq, self.cast(self.t.wq), wide=wide)
         dq = None
@@ -289,9 +287,14 @@ class LatentSublayer(CoreSublayer):
             dkv[..., nope:].copy_(dv[..., :v].transpose(1, 2))
             dk = dv = None
             dkv = dkv.view(rows, H * (nope + v))
-            self.add_layer_gradients("kvb", dkv, latents.kv, grads)
+            self.add_layer("kvb", dkv, latents.kv, grads)
             if "kv_read" in formed:
                 totals["kv"] = add_matmul(totals.get("kv"), dkv, self.cast(self.t.wkvb), wide=wide)
+
+    def add_layer(self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients) -> None:
+        """Adds the gradients of a layer that reads `rows`."""
+        layer = Layer(letter, self.places.get(f"w{letter}"), None, d)
+        self.add_layer_gradients((layer,), ((slice(None), rows),), grads)
 
     def latent_gradient(self, name: str, d: Tensor, raw: Tensor, grads: Gradients) -> Tensor:
         """Returns the gradient of a latent before its norm, from that after it."""
@@ -317,7 +320,7 @@ class LatentSublayer(CoreSublayer):
             dh = d
         elif "q_read" in formed:
             d = self.latent_gradient("q_a_norm", d, of_q, grads)
-            self.add_layer_gradients("qa", d, h, grads)
+            self.add_layer("qa", d, h, grads)
             dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if "h" in formed else None
         d = None
         if "kv_read" not in formed:
@@ -326,31 +329,24 @@ class LatentSublayer(CoreSublayer):
         d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], grads)
         if rope:
             shared = totals.pop("rope").unsqueeze(2)
-            self.rotate_back(shared)
+            self.rotate(shared, back=True)
             d[:, kv_rank:] = shared.view(d.shape[0], rope)
-        self.add_layer_gradients("kva", d, h, grads)
+        self.add_layer("kva", d, h, grads)
         if "h" in formed:
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
         return dh
 
     # -- the reference implementation
 
-    @staticmethod
-    def reference_heads(h: Tensor, t: LatentTensors, o: LatentOptions) -> tuple[Tensor, Tensor, Tensor, None]:
-        (B, S), (H, nope, rope, v, _, kv_rank) = batch_and_rows(h), sizes_of(t, o.num_heads)
-        h = h.reshape(B, S, h.shape[-1])
-
-        def norm(latent: Tensor, weight: Tensor | None) -> Tensor:
-            arguments = weight, None, o.latent_norm_eps, "rms", o.dtype
-            return latent if weight is None else eager.norm_fwd(latent, *arguments)
-
-        q = h if t.wqa is None else norm(reference_linear(h, t.wqa, t.bqa), t.q_a_norm)
-        q = reference_linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope))
+    def reference_heads(self, h: Tensor) -> tuple[tuple[Tensor, ...], None]:
+        t, o, (H, nope, rope, v, _, kv_rank) = self.t, self.o, self.sizes
+        h = h.reshape(self.B, self.S, h.shape[-1])
+        q = h if t.wqa is None else self.normed_latent(reference_linear(h, t.wqa, t.bqa), t.q_a_norm)
+        unrotated, q = reference_linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope)).split([nope, rope], -1)
         latent, shared = reference_linear(h, t.wkva, t.bkva).split([kv_rank, rope], -1)
-        kv = reference_linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb)
-        k, value = kv.unflatten(-1, (H, nope + v)).split([nope, v], -1)
-        unrotated, q = q.split([nope, rope], -1)
-        shared, angles = shared.unsqueeze(2), rotary_of(S, rope, t, o)
-        if angles[0] is not None:
-            q, shared = (eager.heads_fwd(heads, None, 0.0, *angles, o.interleaved) for heads in (q, shared))
-        return torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1), value, None
+        kv = reference_linear(self.normed_latent(latent, t.kv_a_norm), t.wkvb, t.bkvb)
+        (k, value), shared = kv.unflatten(-1, (H, nope + v)).split([nope, v], -1), shared.unsqueeze(2)
+        if self.angles[0] is not None:
+            q, shared = (eager.heads_fwd(heads, None, 0.0, *self.angles, o.interleaved) for heads in (q, shared))
+        heads = torch.cat((unrotated, q), -1), torch.cat((k, shared.expand_as(q)), -1), value
+        return tuple(part.transpose(1, 2) for part in heads), None

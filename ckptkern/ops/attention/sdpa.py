@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,55 +176,46 @@ def scaled_dot_product_attention(
     attn_mask = attn_mask if diagonal is None else None
     dims, batch = max(query.dim(), key.dim(), value.dim()), None
     if not query.dim() == key.dim() == value.dim() == 4:
-        query, key, value, attn_mask, batch = _to_four_dims(dims, query, key, value, attn_mask)
+        least = 3 if dims > 4 else 4  # fewer dimensions gain leading ones, more are flattened into one
+        query, key, value = (
+            t if t.dim() >= least else t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) for t in (query, key, value)
+        )
+        if dims > 4:
+            batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+            if attn_mask is not None and attn_mask.dim() > 3:
+                attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
+            query, key, value = (t.expand(*batch, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value))
     query, key, value = _broadcast(op, query, key, value, enable_gqa)
     D, D_v = query.shape[-1], value.shape[-1]
-    scale = _scale(scale, D)
+    scale = float(1.0 / math.sqrt(max(D, 1)) if scale is None else scale)
     if D_v != D:  # zeros do not change scores; their columns of the output are cut off
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
-    mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
+    mask = None if attn_mask is None else as_mask(op, attn_mask, query, (*query.shape[:3], key.shape[2]))
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
     if sinks is not None:
         check_sinks(op, sinks, query, query.shape[1])
-    tensors = CoreTensors(mask, slopes, sinks)
-    out = _attention(
-        op, query, key, value, tensors, scale, left, right, workspace, dropout_p=dropout_p, softcap=softcap
-    )
+    core = dict(scale=scale, left=left, right=right, dropout_p=float(dropout_p), softcap=softcap, max_q=0, max_k=0)
+    out = _attention(op, query, key, value, CoreTensors(mask, slopes, sinks), workspace, **core)
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
-
-
 def _attention(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tensors: CoreTensors,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    workspace: int | str | None = None,
-    *,
-    dropout_p: float = 0.0,
-    softcap: float = 0.0,
-    max_q: int = 0,
-    max_k: int = 0,
+    op: str, query: Tensor, key: Tensor, value: Tensor, tensors: CoreTensors, workspace: int | str | None, **core: Any
 ) -> Tensor:
-    """Calls the op on the backend that computes all its gradients. tensors: without the dropout state."""
+    """Calls the op on the backend that computes all its gradients. tensors: without the dropout state; core: other fields of
+    CoreOptions."""
     check_whole_sequence(op)
     slopes = tensors.slopes
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels compute no gradient for alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
     workspace = choose_workspace(op, workspace, query)  # before the draw: an error leaves the generator unchanged
-    tensors = tensors._replace(rng=draw_state(query, dropout_p, True))
+    tensors = tensors._replace(rng=draw_state(query, core["dropout_p"], True))
     precision = matmul_precision(query)
+    bounds = core["left"], core["right"], core["scale"]
     fused = fused_core(
         backend,
         query,
@@ -231,46 +223,15 @@ def _attention(
         precision,
         query.shape,
         key.shape,
-        left,
-        right,
-        scale,
+        *bounds,
         slopes,
         tensors.rng,
-        softcap or None,
+        core["softcap"] or None,
         masks=(tensors.mask,),
         cu=tensors.cu_q,
     )
-    options = CoreOptions(
-        dropout_p=float(dropout_p),
-        scale=float(scale),
-        left=left,
-        right=right,
-        max_q=max_q,
-        max_k=max_k,
-        backend=backend,
-        precision=precision,
-        fused=fused,
-        softcap=softcap,
-        first_plane=0,
-        planes=0,
-        workspace=workspace,
-    )
-    return _apply(options, query, key, value, *tensors)
-
-
-def _to_four_dims(dims, query, key, value, attn_mask):
-    """Reshapes to 4 dimensions: fewer gain leading ones, more batch dimensions are flattened into one, whose shape is the
-    last result."""
-    least = 3 if dims > 4 else 4
-    query, key, value = (
-        t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
-    )
-    if dims <= 4:
-        return query, key, value, attn_mask, None
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    if attn_mask is not None and attn_mask.dim() > 3:
-        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-    return *(t.expand(*batch, *t.shape[-3:]).flatten(0, -4) for t in (query, key, value)), attn_mask, batch
+    choices = dict(backend=backend, precision=precision, fused=fused, workspace=workspace)
+    return _apply(CoreOptions(**core, **choices, first_plane=0, planes=0), query, key, value, *tensors)
 
 
 def _broadcast(op, query, key, value, enable_gqa):
@@ -350,6 +311,7 @@ def varlen_attn(
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
     packed = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)]
-    tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
-    out = _attention(op, *packed, tensors, _scale(scale, D), left, right, max_q=max_q, max_k=max_k)
+    scale = float(1.0 / math.sqrt(max(D, 1)) if scale is None else scale)
+    core = dict(scale=scale, left=left, right=right, dropout_p=0.0, softcap=0.0, max_q=max_q, max_k=max_k)
+    out = _attention(op, *packed, CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k), None, **core)
     return out.squeeze(0).transpose(0, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,19 +13,18 @@ from torch import Tensor
 from ... import eager
 from ..registration.gradients import add_matmul
 from ..registration.op import rows_2d
-from ..sublayer.lora import LowRank, names_of, reference_linear
+from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
 from .context import ExchangedHeads, GatheredHeads
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
+    Layer,
     Saved,
     Table,
     from_core,
     input_operands,
     linear_operands,
     norm_operands,
-    rotary_of,
-    update_of,
 )
 from .tensors import (
     LAYERS,
@@ -34,12 +32,8 @@ from .tensors import (
     AttentionTensors,
     Division,
     Projection,
-    batch_and_rows,
     division,
     over_all_heads,
-    projections,
-    split_gate,
-    split_heads,
 )
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
@@ -73,14 +67,37 @@ class AttentionSublayer(CoreSublayer):
         self.gate_letter = "g" if t.wg is not None else "q" if o.gate_in_query else ""
         self.rotates = t.q_norm is not None or t.cos is not None or bool(o.theta)
         self.writes_buffer = self.p is not eager and not o.fused
-        self.set_projections(projections(t, o))
+        self.set_projections(t, o)
         self.layout = t.wk is None, t.key_value is not None, self.gate_letter, t.q_norm is not None
 
-    def set_projections(self, projections: list[Projection]) -> None:
-        rows, of_keys = self.x.shape[0], 0 if self.key_value is None else self.key_value.shape[0]
-        self.projections = projections
-        self.shapes = [(of_keys if part.of_key_value else rows, part.weight.shape[0]) for part in projections]
-        self.sizes = [count * width for count, width in self.shapes]
+    def set_projections(self, t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> None:
+        """Sets the projections of q, k, v (or of their packed weight) and of a gate, for the heads of group `index` of `count`,
+        from the tensors and options of all heads.
+
+        With key_value, a packed weight has rows that read x and rows that read key_value. With `gate_in_query` q's weight
+        has the gate's rows.
+        """
+        crosses, q = t.key_value is not None, t.wo.shape[1] * (2 if o.gate_in_query else 1)
+        kv = o.num_kv_heads * self.D
+        if t.wk is not None:
+            blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
+        elif o.qkv_layout == "heads" or (count == 1 and not crosses):
+            blocks = [("q", 0, q + 2 * kv, False)]
+        elif count == 1:
+            blocks = [("q", 0, q, False), ("q", q, 2 * kv, True)]
+        else:
+            blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
+        if t.wg is not None:
+            blocks.append(("g", 0, t.wg.shape[0], False))
+        self.projections, self.shapes = [], []
+        for letter, start, width, of_key_value in blocks:
+            weight, bias, rows, n = getattr(t, f"w{letter}"), getattr(t, f"b{letter}"), None, width // count
+            if n < weight.shape[0]:
+                rows = slice(start + index * n, start + (index + 1) * n)
+                weight, bias = weight[rows], None if bias is None else bias[rows]
+            self.projections.append(Projection(letter, weight, bias, of_key_value, rows))
+            self.shapes.append(((self.key_value if of_key_value else self.x).shape[0], n))
+        self.sizes = [rows * width for rows, width in self.shapes]
 
     @functools.cached_property
     def division(self) -> Division:
@@ -90,22 +107,21 @@ class AttentionSublayer(CoreSublayer):
         """Returns the tensors that a group has a part of, with the dimension along which heads lie; `projections` has those
         of q, k and v."""
         t = self.t
-        dims = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
-        dims |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
+        dims = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0, "mask": 1}
         norms = "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"
         return dims | {name: 0 for name in norms if (weight := getattr(t, name)) is not None and weight.dim() == 2}
 
     def group(self, index: int) -> AttentionSublayer:
         part = super().group(index)
-        part.set_projections(projections(self.t, self.o, index, part.count))
+        part.set_projections(self.t, self.o, index, part.count)
         part.__dict__.pop("updates", None)
         return part
 
     @functools.cached_property
     def updates(self) -> dict[str, LowRank]:
-        updates = {}
+        updates, rows = {}, self.x.shape[0] + (0 if self.key_value is None else self.key_value.shape[0])
         for letter in LAYERS if self.o.lora else ():
-            if (pair := update_of(letter, self.x.shape[0], self.t, self.o)) is not None:
+            if (pair := low_rank(self.t, self.o, LAYERS, letter, rows)) is not None:
                 updates[letter] = pair
         if self.index and "o" in updates:
             pair = updates["o"]
@@ -132,16 +148,38 @@ class AttentionSublayer(CoreSublayer):
             for start, stop in self.division.chunks:
                 yield slice(start, stop), self.rows(start, stop).inputs()
 
-    def blocks(self, qkv: Tensor) -> list[Tensor]:
+    def blocks(self, qkv: Tensor | list[Tensor]) -> list[Tensor]:
         """Returns each projection's result [rows, outputs] in qkv, or its gradient in dqkv, as a contiguous block. cuBLASLt
         adds a bias in its epilogue to contiguous rows alone; into columns of wider rows ATen copies it before
         (Blas.cpp)."""
+        if isinstance(qkv, list):  # the reference implementation's
+            return qkv
         parts = (qkv,) if len(self.sizes) == 1 else qkv.split(self.sizes)
         return [block.view(shape) for block, shape in zip(parts, self.shapes, strict=True)]
 
     def split(self, qkv: Tensor, own: Callable[[Tensor, int], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k, v [B, S, heads, D] of the projections. own: selects a group's heads."""
-        return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, own)
+        """Returns q, k and v [B, S, heads, D] of the projections. own: selects a group's heads along a dimension.
+
+        Returns views, except of q where several heads of q lie before each of several heads of k: these have no common
+        stride.
+        """
+        o, D, (first, *others) = self.o, self.D, self.blocks(qkv)
+        H, H_kv, width = o.num_heads, o.num_kv_heads, o.num_heads * D
+        first = first.view(self.B, self.S, first.shape[1])
+        if o.qkv_layout == "heads":
+            heads = first.unflatten(-1, (H_kv, H // H_kv + 2, D))
+            q, k, v = (heads if own is None else own(heads, 2)).split([H // H_kv, 1, 1], 3)
+            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if o.gate_in_query:
+            q, rest = first[..., : 2 * width].unflatten(-1, (H, 2, D))[..., 0, :], first[..., 2 * width :]
+        else:
+            q, rest = first[..., :width].unflatten(-1, (H, D)), first[..., width:]
+        if self.gate_letter == "g":
+            others.pop()
+        S_k = self.S if self.t.key_value is None else self.t.key_value.shape[-2]
+        keys = [rows.view(self.B, S_k, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
+        k, v = keys if len(keys) == 2 else keys[0].split(H_kv, 2)
+        return (q, k, v) if own is None else (own(q, 2), own(k, 2), own(v, 2))
 
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
         """Computes q, k, v and the gate, or only those in `letters`, in one buffer; no weight is copied."""
@@ -165,9 +203,14 @@ class AttentionSublayer(CoreSublayer):
     def rotated(self, raw: Tensor, name: str, keeps_raw: bool) -> Tensor:
         """Returns q or k [B, H, S, D] as the core reads it, from its projection [B, S, H, D]: normed and rotated, in place
         unless `keeps_raw`. name: of its norm."""
-        if self.rotates:
-            norm = getattr(self.t, name), getattr(self.t, f"{name}_bias")
-            raw = rotated(self.p, raw, *norm, self.angles, self.o, None if keeps_raw else raw)
+        p, o, out = self.p, self.o, None if keeps_raw else raw
+        weight, bias, normed = getattr(self.t, name), getattr(self.t, f"{name}_bias"), not self.rotates
+        if over_all_heads(weight, self.D):
+            raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
+            weight, bias, out, normed = None, None, raw, self.angles[0] is None
+        if not normed:
+            options = dict(bias=bias, kind=o.qk_norm, out=out)
+            raw = p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
         return raw.transpose(1, 2)
 
     def heads(
@@ -193,12 +236,22 @@ class AttentionSublayer(CoreSublayer):
         if self.o.context is None:
             return (self.rotated(q, "q_norm", keeps_raw), self.rotated(k, "k_norm", keeps_raw), v), raw, gate
         k = self.rotated(k, "k_norm", keeps_raw)
-        return self.o.context.spread(lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
+        spread = GatheredHeads if self.o.context.exchange == "gather" else ExchangedHeads
+        return spread(self.o.context, lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
 
     def gate_of(self, qkv: Tensor, saved: Saved | None = None) -> Tensor:
         """Returns this group's gate [B, S, heads, D or 1] from its own projections or, if saved, from those of all heads."""
         whole = self if saved is None or saved.get("qkv") is not qkv else self.whole or self
-        gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B, self.S)
+        rows, H, in_query = (
+            whole.blocks(qkv)[0 if self.o.gate_in_query else -1],
+            whole.o.num_heads,
+            self.o.gate_in_query,
+        )
+        rows = rows.view(self.B, self.S, rows.shape[1])
+        if in_query:
+            gate = rows[..., : 2 * H * self.D].unflatten(-1, (H, 2, self.D))[..., 1, :]
+        else:
+            gate = rows.unflatten(-1, (H, rows.shape[2] // H))
         return gate if whole is self else self.own(gate, 2)
 
     def gate_alone(self, h: Tensor | None, saved: Saved) -> Tensor:
@@ -223,8 +276,7 @@ class AttentionSublayer(CoreSublayer):
         the factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
         product = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
-            context, core = self.o.context, self.core
-            core = core if context is None else context.core_of_rows(core)
+            core = self.core if self.o.context is None else self.core._replace(cu_q=None, cu_k=None)
             product = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
         return (product * torch.sigmoid(-gate)).to(gate.dtype)
 
@@ -290,30 +342,22 @@ class AttentionSublayer(CoreSublayer):
         """Adds the gradients of wq, wk, wv and wg (d^T rows of each projection's input), of their biases and low-rank
         updates, and of h and key_value to the totals, which several groups sum in float32. results: from
         `core_gradients`."""
-        (need, formed, _), layers = grads.plan, {False: [], True: []}
+        formed, layers = grads.plan.formed, {False: [], True: []}
         for part, d in zip(self.projections, self.projected_gradients(results, grads), strict=True):
             if d is None:
                 continue
-            letter, reads, pair, du = part.letter, "key_value" if part.of_key_value else "h", self.update(part), None
-            if pair is not None and not formed.isdisjoint((reads, *names_of(letter))):
-                du = pair.inner_gradient(d)
-            if (name := f"b{letter}") in need:
-                grads.put(name, eager.column_sum(d, part.bias.dtype), part.rows)
-            chunks = 1 if part.of_key_value or h is not None else len(self.division.chunks)
-            if sums := self.weight_sums(letter, part.rows, grads, chunks):
-                layers[part.of_key_value].append((sums, letter, pair, d, du))
+            reads, update, du = "key_value" if part.of_key_value else "h", self.update(part), None
+            if update is not None and not formed.isdisjoint((reads, *names_of(part.letter))):
+                du = update.inner_gradient(d)
+            layers[part.of_key_value].append(Layer(part.letter, part.rows, update, d, du))
             if reads in formed:
                 total = add_matmul(grads.totals.get(reads), d, self.cast(part.weight), wide=self.count > 1)
                 if du is not None:
-                    pair.add_input_gradient(self.p, du, total)
+                    update.add_input_gradient(self.p, du, total)
                 grads.totals[reads] = total
         for of_key_value, group in layers.items():
-            for place, rows in self.read(h, of_key_value) if group else ():
-                for sums, letter, pair, d, du in group:
-                    part_of_du = du if du is None else du[place]
-                    self.add_to_sums(sums, letter, pair, d[place], part_of_du, rows, place.start or 0)
-            for sums, *_ in group:
-                grads.written(sums)
+            chunks = 1 if of_key_value or h is not None else len(self.division.chunks)
+            self.add_layer_gradients(group, self.read(h, of_key_value), grads, chunks)
 
     def input_gradient(self, latents: None, grads: Gradients) -> Tensor | None:
         """Returns the gradient of h; stores that of key_value."""
@@ -323,44 +367,17 @@ class AttentionSublayer(CoreSublayer):
 
     # -- the reference implementation
 
-    @staticmethod
-    def reference_heads(
-        h: Tensor, t: AttentionTensors, o: AttentionOptions
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        (B, S), D = batch_and_rows(h), t.wo.shape[1] // o.num_heads
-        sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
+    def reference_heads(self, h: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         blocks = []
-        for part in projections(t, o):
-            pair = None if part.letter == "g" else update_of(part.letter, B * S, t, o)
-            y = reference_linear(sources[part.of_key_value], part.weight, part.bias, pair)
-            blocks.append(y.flatten(0, -2))
-        q, k, v = split_heads(blocks, t, o, B, S)
-        angles = rotary_of(S, D, t, o)
-        if t.q_norm is not None or angles[0] is not None:
-            q = rotated(eager, q, t.q_norm, t.q_norm_bias, angles, o)
-            k = rotated(eager, k, t.k_norm, t.k_norm_bias, angles, o)
-        return q, k, v, split_gate(blocks, t, o, B, S) if t.wg is not None or o.gate_in_query else None
+        for part in self.projections:
+            rows = self.t.key_value.to(self.o.dtype) if part.of_key_value else h
+            pair = None if part.letter == "g" else self.update(part)
+            blocks.append(reference_linear(rows, part.weight, part.bias, pair).flatten(0, -2))
+        heads, _, gate = self.heads(None, {"qkv": blocks}, True, backward=True)
+        return heads, gate
 
 
 def in_rows(heads: Tensor) -> Tensor:
     """Reshapes [B, S, heads, D] to [tokens, heads D], a view where the strides allow it."""
     B, S, H, D = heads.shape
     return heads.reshape(B * S, H * D)
-
-
-def rotated(
-    p: ModuleType,
-    raw: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    angles: tuple[Tensor | None, Tensor | None],
-    o: AttentionOptions,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns q or k [B, S, H, D] as the core reads it, normed and rotated, in `out` if given."""
-    if over_all_heads(weight, raw.shape[3]):
-        raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
-        if angles[0] is None:
-            return raw
-        weight, bias, out = None, None, raw
-    return p.heads_fwd(raw, weight, o.qk_norm_eps, *angles, o.interleaved, bias=bias, kind=o.qk_norm, out=out)

@@ -3,7 +3,6 @@ fit the workspace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -96,77 +95,6 @@ class Projection(NamedTuple):
     bias: Tensor | None
     of_key_value: bool
     rows: slice | None = None
-
-
-def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> list[Projection]:
-    """Returns the projections of q, k, v (or of their packed weight) and of a gate, for the heads of group `index` of
-    `count`.
-
-    With key_value, a packed weight has rows that read x and rows that read key_value. With `gate_in_query` q's weight has
-    the gate's rows.
-    """
-    crosses, q = t.key_value is not None, t.wo.shape[1] * (2 if o.gate_in_query else 1)
-    kv = o.num_kv_heads * (t.wo.shape[1] // o.num_heads)
-    if t.wk is not None:
-        blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
-    elif o.qkv_layout == "heads" or (count == 1 and not crosses):
-        blocks = [("q", 0, q + 2 * kv, False)]
-    elif count == 1:
-        blocks = [("q", 0, q, False), ("q", q, 2 * kv, True)]
-    else:
-        blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
-    if t.wg is not None:
-        blocks.append(("g", 0, t.wg.shape[0], False))
-    parts = []
-    for letter, start, width, of_key_value in blocks:
-        weight, bias = getattr(t, f"w{letter}"), getattr(t, f"b{letter}")
-        if count == 1 and width == weight.shape[0]:
-            parts.append(Projection(letter, weight, bias, of_key_value))
-            continue
-        n = width // count
-        rows = slice(start + index * n, start + (index + 1) * n)
-        parts.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
-    return parts
-
-
-def split_heads(
-    blocks: Sequence[Tensor],
-    t: AttentionTensors,
-    o: AttentionOptions,
-    B: int,
-    S: int,
-    own: Callable[[Tensor, int], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits the results [tokens, outputs] of `projections` into q, k and v [B, S, heads, D]. own: selects a group's heads
-    along a dimension.
-
-    Returns views, except of q where several heads of q lie before each of several heads of k: these have no common stride.
-    """
-    H, H_kv = o.num_heads, o.num_kv_heads
-    D, (first, *others) = t.wo.shape[1] // H, blocks if t.wg is None else blocks[:-1]
-    first = first.view(B, S, first.shape[1])
-    if o.qkv_layout == "heads":
-        heads = first.unflatten(-1, (H_kv, H // H_kv + 2, D))
-        q, k, v = (heads if own is None else own(heads, 2)).split([H // H_kv, 1, 1], 3)
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-    width = t.wo.shape[1]
-    if o.gate_in_query:
-        q, rest = first[..., : 2 * width].unflatten(-1, (H, 2, D))[..., 0, :], first[..., 2 * width :]
-    else:
-        q, rest = first[..., :width].unflatten(-1, (H, D)), first[..., width:]
-    S_k = S if t.key_value is None else t.key_value.shape[-2]
-    keys = [rows.view(B, S_k, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
-    k, v = keys if len(keys) == 2 else keys[0].split(H_kv, 2)
-    return (q, k, v) if own is None else (own(q, 2), own(k, 2), own(v, 2))
-
-
-def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOptions, B: int, S: int) -> Tensor:
-    """Returns the gate [B, S, H, D or 1] from the results of `projections`."""
-    rows, H = blocks[0 if o.gate_in_query else -1], o.num_heads
-    rows = rows.view(B, S, rows.shape[1])
-    if o.gate_in_query:
-        return rows[..., : 2 * t.wo.shape[1]].unflatten(-1, (H, 2, t.wo.shape[1] // H))[..., 1, :]
-    return rows.unflatten(-1, (H, rows.shape[2] // H))
 
 
 def over_all_heads(weight: Tensor | None, D: int) -> bool:

@@ -61,12 +61,9 @@ class Dropout(Op):
 
     @staticmethod
     def reference(tensors, o):
-        x, arguments = tensors[0], dropout_arguments(tensors[1], o.p)
-        if not o.row_step:
-            return eager.apply_dropout(x, arguments, o.row_base)
-        return torch.stack(
-            [eager.apply_dropout(sample, arguments, o.row_base + i * o.row_step) for i, sample in enumerate(x)]
-        )
+        if o.row_step:
+            return Dropout.forward(tensors, o._replace(backend="eager"))[0]
+        return eager.apply_dropout(tensors[0], dropout_arguments(tensors[1], o.p), o.row_base)
 
     @classmethod
     def missing_input(cls, dy, tensors, o):

@@ -61,8 +61,8 @@ class LowRank(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-    dropout: eager.Dropout
-    first_row: int
+    dropout: eager.Dropout = eager.NO_DROPOUT
+    first_row: int = 0
 
     def input(self, p: ModuleType, x: Tensor, start: int = 0) -> Tensor:
         """Returns dropout(x) for rows of x that begin at `start`."""
@@ -120,26 +120,19 @@ class GroupedLowRank(NamedTuple):
     scale: float
     precision: str
 
-    def inner(self, p: ModuleType, x: Tensor, groups: eager.Groups) -> Tensor:
-        """Returns u [rows, r]."""
-        return p.experts_gemm(x, self.a, None, groups, self.precision, transposed=True).mul_(self.scale)
+    def inner(self, p: ModuleType, rows: Tensor, groups: eager.Groups, back: bool = False) -> Tensor:
+        """Returns u [rows, r] of x, or `back` du of dy."""
+        matrix = self.b if back else self.a
+        return p.experts_gemm(rows, matrix, None, groups, self.precision, transposed=not back).mul_(self.scale)
 
     def add(self, p: ModuleType, y: Tensor, x: Tensor, groups: eager.Groups) -> Tensor:
         """Adds u B^T to y in place."""
         u = self.inner(p, x, groups)
         return y.add_(p.experts_gemm(u, self.b, None, groups, self.precision, transposed=True))
 
-    def inner_gradient(self, p: ModuleType, dy: Tensor, groups: eager.Groups) -> Tensor:
-        """Returns du [rows, r]."""
-        return p.experts_gemm(dy, self.b, None, groups, self.precision, transposed=False).mul_(self.scale)
-
-    def input_gradient(self, p: ModuleType, du: Tensor, groups: eager.Groups) -> Tensor:
-        """Returns the update's part of the input's gradient."""
-        return p.experts_gemm(du, self.a, None, groups, self.precision, transposed=False)
-
-    def reference(self, x: Tensor, expert: int) -> Tensor:
-        """Returns u B^T of one expert for x [..., d], computed in differentiable PyTorch ops."""
-        return F.linear(F.linear(x, self.a[expert]) * self.scale, self.b[expert])
+    def of_expert(self, expert: int) -> LowRank:
+        """Returns one expert's update."""
+        return LowRank(self.a[expert], self.b[expert], self.scale)
 
 
 def grouped_low_rank(
