@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from ..conversion.binding import group_layers
+from ..conversion.groups import group_layers
 from ..conversion.recorder import Step, step_of
 from ..conversion.report import Row
 from ..extras import missing

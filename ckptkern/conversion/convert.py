@@ -26,13 +26,13 @@ from .binding import (
     Runs,
     bound,
     check_not_split,
-    group_layers,
     revert,
     without_caches,
 )
 from .blocks import error_of, is_layer, is_marked
 from .calls import check_keywords, pattern_of
 from .fuse import Checked, calls_of, fuse, runs_of
+from .groups import group_layers
 from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
