@@ -1,12 +1,13 @@
-"""Trains one Llama by transformers' Trainer, TRL's SFTTrainer and Lightning, with and without ckptkern.
+"""Trains one Llama in Trainer, TRL and Lightning, with and without ckptkern.
 
-Prints loss, peak and calls of each. Saving, a tokenizer and evaluation are on.
+Prints loss, peak and calls. Saving, a tokenizer and evaluation are on.
 
 Run: python -m benchmarks.dev.hosts [trainer] [trl] [lightning]
 
-The peak is that of forward and backward in the third step on a CPU, with gradients allocated before. Hub layers need `kernels`:
-transformers 5.23 asks for 0.18.2; 0.17.2, with which this was run, has every name that it imports, so its check of versions is
-relaxed here.
+The peak is that of forward and backward in the third step on a CPU, with
+gradients allocated before. Hub layers need `kernels`: transformers asks for
+0.18.2; 0.17.2, with which this was run, has every name that it imports, so its
+check of versions is relaxed here.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ class Grammar(Steps):
             elif gate_layer.input is not up.input:
                 continue
             orders = [layers_as(gate=gate, up=up, down=down) for gate, up in pairs]
-            return Reading(arguments | {"activation": activation} | orders[0], up.input, [orders])
+            choices = [orders] if len(orders) > 1 else []
+            return Reading(arguments | {"activation": activation} | orders[0], up.input, choices)
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     # -- sublayers

@@ -186,12 +186,13 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
     def shared(arguments: dict[str, Any]) -> dict[str, Any]:
         return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
+    lora = reading.arguments.pop("lora", {})
     own = {name: value for name, value in reading.arguments.items() if name in SHARED and value is not None}
     choices = [
         [{"activation": reading.arguments["activation"]}],
         *([*map(shared, choice)] for choice in reading.choices),
     ]
-    return shared(own) | {"lora": shared(reading.arguments.get("lora", {}))}, choices
+    return shared(own) | {"lora": shared(lora)}, choices
 
 
 def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
