@@ -132,7 +132,7 @@ def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     for source in node.all_input_nodes:
         shape = shape_of(source)
         at = dim if len(shape) == count else others.index(dim)
-        if 0 in shape:  # cat skips it
+        if shape == (0,):  # cat skips it
             inputs.append((source, None))
         elif shape[at] != shape_of(node)[axis.dim]:
             return None  # gather may leave out the end of its input
@@ -195,7 +195,7 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     """Cuts mm and bmm, with or without a bias. Rows of weights are not cut: their gradient needs the whole input."""
-    *bias, a, b = node.args[:3]
+    *bias, a, b = node.args[: 3 if "add" in name_of(node) else 2]  # mm.dtype has a third
     added = [_aligned(node, tensor, axis) for tensor in bias]
     if len(shape_of(node)) == 2:
         return Cut([*added, (a, axis), (b, None)]) if axis.dim == 0 else None

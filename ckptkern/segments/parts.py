@@ -200,7 +200,9 @@ class Parts:
         return not self.slices and any(all(map(operator.le, sizes, large)) for large in self.whole.get(kind, ()))
 
     def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        flat, spec = tree_flatten(tree_map_only(MutableMapping, _Shared, (args, kwargs)))
+        flat, spec = tree_flatten((args, kwargs))
+        if any(isinstance(value, MutableMapping) for value in flat):
+            flat, spec = tree_flatten(tree_map_only(MutableMapping, _Shared, (args, kwargs)))
         plan = None
         hooks = torch.nn.modules.module  # of all modules
         if not (

@@ -184,11 +184,11 @@ class Store:
         pack, unpack = functools.partial(self._pack, runs), operator.methodcaller("unpack")
         if "torch._dynamo" in sys.modules:  # after a graph break here Dynamo would compile the hooks
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        torch.autograd.graph.saved_tensors_hooks(pack, unpack).__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.autograd.graph.saved_tensors_hooks.__exit__(self)
 
     def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor, around: tuple[int, ...] = ()):
         """Packs a saved tensor. around: versions of the wrappers that it is a part of."""
