@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from .convert import convert_call
-from .recorder import check_step
+from .recorder import as_input, check_step
 from .report import Conversion
-from .trace import leaves_of, mapped
+from .trace import Call, leaves_of, recomputed, tensors_in
 
 SAMPLES = 2  # of the batch in the example: convert measures a step of the original model, too
 
@@ -26,8 +31,11 @@ class ConvertLater:
     def __init__(self, model: nn.Module, options: dict[str, Any]):
         check_step("convert_later", model, ((), {}))
         inspect.signature(convert_call).bind(model, None, **options)
+        for hook in [*model._forward_pre_hooks.values()]:
+            if isinstance(earlier := getattr(hook, "__self__", None), ConvertLater):  # of training that was interrupted
+                earlier.remove()
         self.options, self.conversion = options, None
-        self._lost = 0
+        self._lost, self._waited = 0, False
         self._register(model)
 
     conversion: Conversion | None
@@ -48,6 +56,12 @@ class ConvertLater:
                 "convert_later: the model runs in nn.DataParallel, whose replicas would run the parameters of the first GPU. "
                 "Start one process for each GPU, as with torchrun"
             )
+        wrapper = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._active_ddp_module
+        if (
+            getattr(wrapper, "static_graph", False) and not self._waited
+        ):  # its first step counts what the graph's hooks see
+            self._waited = wrapper.require_backward_grad_sync
+            return
         self.remove()
         call = args, kwargs
         try:
@@ -75,16 +89,37 @@ class ConvertLater:
         return self.conversion.calls
 
 
-def first_samples(call: tuple[tuple, dict[str, Any]], count: int | None) -> tuple[tuple, dict[str, Any]]:
-    """Returns the call with the first `count` samples of its batch (None: all), whose size is that of the first tensor. Its
-    tensors are detached: the example's backward ends there."""
-    batch = next((leaf.size(0) for leaf in leaves_of(call) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+class Copying(TorchFunctionMode):
+    """Copies a value with part(tensor) in place of each tensor, whatever object holds it."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.part = part
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return self.part(args[0]) if function is Tensor.__deepcopy__ else function(*args, **(kwargs or {}))
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.part(value)
+        with suppress(Exception), self:  # what cannot be copied is passed on
+            return copy.deepcopy(value)
+        return value
+
+
+def first_samples(call: Call, count: int | None) -> Call:
+    """Returns the call with `count` samples of its batch (None: all), whose size is that of the first tensor: the first of
+    those with the fewest labels that are ignored. Its tensors are detached: the example's backward ends there."""
+    tensors = [tensor for tensor in tensors_in(call) if tensor.dim()]
+    size = tensors[0].size(0) if tensors else None
+    labels = [t for t in tensors if t.dim() > 1 and t.size(0) == size and t.dtype == torch.long and type(t) is Tensor]
+    ignored = sum((t < 0).flatten(1).sum(1) for t in labels)
+    first = ignored.argsort(stable=True)[:count] if labels and count else slice(count)
 
     def part(tensor: Tensor) -> Tensor:
-        samples = tensor[:count] if tensor.dim() and tensor.size(0) == batch else tensor
-        return samples.detach().requires_grad_(tensor.requires_grad)
+        return as_input(tensor[first] if tensor.dim() and tensor.size(0) == size else tensor)
 
-    return mapped(part, call)
+    return recomputed(call, map(Copying(part), leaves_of(call)))
 
 
 def convert_later(model: nn.Module, **options: Any) -> ConvertLater:
@@ -93,7 +128,7 @@ def convert_later(model: nn.Module, **options: Any) -> ConvertLater:
         model, optimizer = accelerator.prepare(model, optimizer)
         later = ckptkern.integrations.convert_later(model, recompute="full")
 
-    The example is the batch's first two samples, or the whole batch where two do not run. A model that is itself replaced
+    The example is two samples of the batch, or the whole batch where two do not run. A model that is itself replaced
     runs that first call as it was. If the model is sharded by fully_shard after this, the second call begins the conversion.
     options: those of ckptkern.convert.
 

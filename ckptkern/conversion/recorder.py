@@ -372,8 +372,8 @@ def loss_of(
 
 def check_step(op: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError if model is not a module, and for a batch as one positional dict; ValueError for a model that is
-    compiled, lazy or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors
-    that were created in it."""
+    compiled, lazy or wrapped by DataParallel, FullyShardedDataParallel or, before its first step, by DistributedDataParallel
+    with a static graph; RuntimeError in inference mode, and for tensors that were created in it."""
     check_tensors(op, model, call)
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
@@ -383,6 +383,12 @@ def check_step(op: str, model: nn.Module, call: Call) -> None:
             "model.module, and train with torch.nn.parallel.DistributedDataParallel"
         )
     check_not_fsdp1(model)
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    if is_ddp and any(call) and model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+        raise ValueError(
+            f"{op}: DistributedDataParallel(static_graph=True) takes the first backward pass for training's. {op} before it "
+            "wraps the model, or after the first step, as ckptkern.integrations.convert_later does"
+        )
     args, kwargs = call
     batch = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(batch, Mapping) and batch and keywords_of(parameters_of(model)).issuperset(batch):

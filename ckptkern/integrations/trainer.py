@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import transformers
@@ -18,8 +19,8 @@ class TrainerCallback(transformers.TrainerCallback):
 
         trainer = Trainer(model, arguments, callbacks=[ckptkern.integrations.TrainerCallback(recompute="full")], ...)
 
-    The logs contain `calls_fused`, `calls_checkpointed` and `calls_original`, and a warning says when fusion is lost. The
-    table is printed once. In TRL's trainers `ckptkern.patch_trl` is called, too.
+    The log history and the progress bar contain `calls_fused`, `calls_checkpointed` and `calls_original`, and a warning says
+    when fusion is lost. The table is printed once. In TRL's trainers `ckptkern.patch_trl` is called, too.
 
     options: those of ckptkern.convert.
     conversion: what convert returned; None before the first step.
@@ -37,9 +38,13 @@ class TrainerCallback(transformers.TrainerCallback):
         return None if self.later is None else self.later.conversion
 
     def on_train_begin(self, args, state, control, *, model: nn.Module, **_: Any) -> None:
-        self.later = ConvertLater(model, self.options)
+        self.on_train_end(args, state, control)  # of training that was interrupted
+        self.later, self.printed = ConvertLater(model, self.options), not state.is_world_process_zero
         if "trl" in sys.modules:
-            self.patch = patch_trl(self.options.get("workspace"))
+            try:
+                self.patch = patch_trl(self.options.get("workspace"))
+            except RuntimeError as error:  # a version that this training need not use
+                warnings.warn(str(error), stacklevel=2)
 
     def on_log(self, args, state, control, *, logs: dict[str, Any], **_: Any) -> None:
         if self.later is not None and "loss" in logs:
@@ -48,8 +53,9 @@ class TrainerCallback(transformers.TrainerCallback):
             state.log_history[-1].update(calls)
 
     def on_step_end(self, args, state, control, **_: Any) -> None:
-        if state.is_world_process_zero and state.global_step == 1 and self.conversion is not None:
+        if not self.printed and self.conversion is not None:
             print(self.conversion)
+            self.printed = True
 
     def on_train_end(self, args, state, control, **_: Any) -> None:
         if self.later is not None:

@@ -1,7 +1,9 @@
 """convert_later: the first training call converts, whatever came before it, and the network trains as before."""
 
 import copy
+import threading
 import warnings
+from collections import UserDict
 
 import pytest
 import torch
@@ -105,6 +107,45 @@ def test_first_samples():
     assert kwargs["flag"] is True
 
 
+def test_samples_whose_labels_count_come_first():
+    ids_, labels = torch.arange(12).view(4, 3), torch.full((4, 3), -100)
+    labels[1, 2] = labels[3] = 1
+    _, first = first_samples(((), {"input_ids": ids_, "labels": labels}), 2)
+    assert first["labels"].tolist() == [[1, 1, 1], [-100, -100, 1]]
+    assert first["input_ids"].tolist() == ids_[[3, 1]].tolist()
+
+
+class Holder(nn.Module):
+    """Takes its input in an object, as transformers' models take an encoder's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, encoded, lock=None):
+        return self.mlp(encoded["x"])
+
+
+@pytest.mark.parametrize("lock", [None, threading.Lock()])
+def test_a_graph_in_an_argument_runs_backward_once(lock):
+    """The example's own backward ends at the arguments, wherever they are; what cannot be copied is passed on."""
+    network, encoder = Holder(), nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    wanted = torch.autograd.grad(network(UserDict(x=encoder(x))).sum(), [*encoder.parameters()])
+    later = convert_later(network)
+    network(UserDict(x=encoder(x)), lock=lock).sum().backward()
+    assert replaced(later) == ["mlp_block"]
+    torch.testing.assert_close([p.grad for p in encoder.parameters()], [*wanted])
+
+
+def test_the_latest_takes_the_place_of_an_earlier_one():
+    network = make()
+    earlier, later = convert_later(network), convert_later(network, recompute="full")
+    network(ids())
+    assert earlier.conversion is None
+    assert later.check_calls()["fused"] == 2
+
+
 def test_a_lost_fusion_is_warned_of_once():
     network = make()
     later = convert_later(network)
@@ -129,15 +170,20 @@ def shard(network: nn.Module) -> None:
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
 
 
+@pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("what", ["wrapper", "inside"])
 @on_ranks()
-def test_data_parallel_trains_as_one_process(rank, what):
+def test_data_parallel_trains_as_one_process(rank, what, static_graph):
+    """The first step of a static graph is counted, so the second converts."""
     network = make()
-    unfused, wrapped = copy.deepcopy(network), DistributedDataParallel(network)
+    unfused, wrapped = copy.deepcopy(network), DistributedDataParallel(network, static_graph=static_graph)
+    if static_graph:
+        with pytest.raises(ValueError, match="static_graph"):
+            ckptkern.convert(wrapped, ids())
     later = convert_later(wrapped if what == "wrapper" else network, recompute="full")
     check(wrapped, alone(unfused, 2), rank)
     assert replaced(later) == FUSED
-    assert later.check_calls() == {"fused": 6, "checkpointed": 0, "original": 0}
+    assert later.check_calls() == {"fused": 4 if static_graph else 6, "checkpointed": 0, "original": 0}
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -36,9 +36,24 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def trained(callbacks, folder, **options):
+class Late(Module):
+    """Builds its layers when training begins, in a list."""
+
+    def configure_model(self):
+        if "layers" not in self._modules:
+            self.layers = nn.ModuleList(self.body[1:])
+            self.body = self.body[:1]
+
+    def loss(self, batch):
+        x = self.body(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(nn.functional.linear(x, self.head[2].weight[:, :16]).flatten(0, 1), batch[1].flatten())
+
+
+def trained(callbacks, folder, kind=Module, **options):
     lightning.seed_everything(0, verbose=False)
-    module = Module()
+    module = kind()
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder)
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **quiet, **options)
     trainer.fit(module, DataLoader(DATA, batch_size=8), DataLoader(DATA, batch_size=8))
@@ -61,6 +76,15 @@ def test_the_losses_are_those_without_the_callback(names, options, tmp_path):
         calls = 4 if conversion.converted[0].name else 3  # the first call of what is itself replaced runs as it was
         assert trainer.callback_metrics[f"calls_fused/{name}"] == calls * len(conversion.converted) > 0
         assert trainer.callback_metrics[f"calls_original/{name}"] == 0
+
+
+@pytest.mark.slow
+def test_modules_that_are_built_late_in_a_list(tmp_path):
+    callback = integrations.LightningCallback(recompute="full")
+    with pytest.warns(UserWarning, match="converted nothing in head, because"):
+        actual, trainer = trained([callback], tmp_path, Late)
+    torch.testing.assert_close(actual.losses, trained([], tmp_path, Late)[0].losses, rtol=1e-4, atol=0.0)
+    assert [trainer.callback_metrics[f"calls_fused/layers.{i}"] for i in (0, 1)] == [3, 3]
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """`TrainerCallback` in transformers' Trainer and in TRL's trainers, against the same run without it."""
 
+import importlib
 import runpy
+import sys
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from ckptkern import integrations
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
+trainer_module = importlib.import_module("ckptkern.integrations.trainer")
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 IDS = (torch.arange(16)[:, None] + 5 * torch.arange(24)) % 64
 QUIET = dict(report_to="none", disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True, logging_steps=1)
@@ -65,7 +69,7 @@ def test_the_losses_are_those_without_the_callback(case, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_what_is_saved_is_a_model_of_transformers(tmp_path):
+def test_what_is_saved_is_a_model_of_transformers(tmp_path, capsys):
     """A tokenizer is saved beside it, and a run resumes from a checkpoint with and without the callback."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({str(word): word for word in range(64)}, unk_token="0")
@@ -84,7 +88,9 @@ def test_what_is_saved_is_a_model_of_transformers(tmp_path):
     assert len(transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "last")) == 64
     for callbacks in ([integrations.TrainerCallback(recompute="full")], []):
         resumed = transformers.Trainer(build(), settings, callbacks=callbacks, **options)
+        capsys.readouterr()
         resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+        assert capsys.readouterr().out.count("modules converted") == len(callbacks)
         torch.testing.assert_close(logged(resumed, "loss"), logged(trainer, "loss"), rtol=1e-4, atol=0.0)
         assert len(logged(resumed, "calls_fused")) == 2 + 2 * len(callbacks)  # two before the checkpoint
 
@@ -125,6 +131,41 @@ def test_a_batch_of_which_two_samples_do_not_run(tmp_path):
     model, callback = Whole(transformers.LlamaConfig(**SIZES)), integrations.TrainerCallback(include="*.mlp")
     trained(tmp_path, callback, model, remove_unused_columns=False)
     assert callback.conversion.calls == {"fused": 8, "checkpointed": 0, "original": 0}
+
+
+@pytest.mark.slow
+def test_training_that_is_interrupted_begins_anew(tmp_path, capsys):
+    class Interrupted(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if self.raises:
+                raise KeyboardInterrupt
+
+    callback, interrupted = integrations.TrainerCallback(recompute="full"), Interrupted()
+    settings = transformers.TrainingArguments(
+        tmp_path, per_device_train_batch_size=4, max_steps=2, save_strategy="no", **QUIET
+    )
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = transformers.Trainer(build(), settings, train_dataset=data, callbacks=[callback, interrupted])
+    for interrupted.raises in (True, False):
+        with suppress(KeyboardInterrupt):
+            trainer.train()
+    converted = len(callback.conversion.converted)
+    assert logged(trainer, "calls_fused") == [converted, 2 * converted]
+    assert capsys.readouterr().out.count("modules converted") == 1
+
+
+def test_another_version_of_trl_is_warned_of(monkeypatch):
+    """It may be imported by what trains without it."""
+
+    def refuse(workspace):
+        raise RuntimeError("another version of TRL")
+
+    monkeypatch.setitem(sys.modules, "trl", sys)
+    monkeypatch.setattr(trainer_module, "patch_trl", refuse)
+    callback, state = integrations.TrainerCallback(), transformers.TrainerState()
+    with pytest.warns(UserWarning, match="another version of TRL"):
+        callback.on_train_begin(None, state, None, model=build())
+    callback.on_train_end(None, state, None)
 
 
 def test_an_option_that_convert_does_not_have(tmp_path):
