@@ -93,11 +93,18 @@ def error_of(forward: General, call: Call, is_asked: bool) -> float | None:
     """Returns the largest relative error of a training step with a checkpoint; None if the module itself cannot be tested, and
     the checkpoint is asked for in any case. Raises Unreadable if results, buffers or attributes differ."""
     module, parts = forward.module, forward.parts
-    forward.parts = wanted = None  # only what was checked runs in parts
+    forward.parts = wanted = in_parts = None  # only what was checked runs in parts
     try:
         wanted = training_step(module, module.forward, call)
         forward.parts = parts
-        (theirs, left), (ours, ours_left) = wanted, training_step(module, forward, call)
+        if parts is not None:  # the module stays whole if it cannot be cut, or if parts differ by more than rounding
+            with contextlib.suppress(Exception):  # a forward may raise anything in parts
+                in_parts = training_step(module, forward, call)
+            differs = difference(in_parts[0], wanted[0]) if in_parts else math.inf
+            if not differs <= ROUNDING:
+                parts.is_whole, parts.why = True, f"its numbers differ in parts ({differs:.1e})"
+        is_whole = parts is None or parts.is_whole
+        (theirs, left), (ours, ours_left) = wanted, training_step(module, forward, call) if is_whole else in_parts
     except Unreadable:
         raise
     except Exception as problem:  # a forward may raise anything on random parameters, and in a checkpoint
@@ -105,7 +112,7 @@ def error_of(forward: General, call: Call, is_asked: bool) -> float | None:
             return None
         raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
     error = difference(ours, theirs)
-    if not error <= TOLERANCE:
+    if not error <= (TOLERANCE if is_whole else ROUNDING):
         raise Unreadable(f"its numbers differ as an activation checkpoint ({error:.1e})")
     for expected, other in zip(left, ours_left, strict=True):
         if isinstance(expected, dict) and expected != other:
@@ -114,15 +121,16 @@ def error_of(forward: General, call: Call, is_asked: bool) -> float | None:
             )
         if isinstance(expected, Tensor) and not torch.allclose(expected, other, rtol=TOLERANCE, equal_nan=True):
             raise Unreadable("a checkpoint is not possible either: its forward changes a buffer")
-    if parts is not None:  # the module stays whole if it cannot be cut, or if slices differ by more than rounding
+    if not is_whole:
         parts.slices, in_slices = SLICES, math.inf
-        with contextlib.suppress(Exception):  # a forward may raise anything in slices; it then runs as a whole
+        with contextlib.suppress(Exception):
             in_slices = difference(training_step(module, forward, call)[0], theirs)
         parts.slices = 0
         how = next(filter(None, parts.plans.values()), None)
         if how is None or not in_slices <= ROUNDING:
             parts.why = f"its numbers differ in slices ({in_slices:.1e})" if how else parts.why or "it is not recorded"
             parts.is_whole = True
+    if parts is not None:
         forward.how = f"as a whole: {parts.why}" if parts.is_whole else f"in parts: {how}"
     return error
 

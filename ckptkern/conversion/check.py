@@ -17,7 +17,7 @@ from .protection import seeded
 from .quantized import is_quantised, multiplies_dequantised, packed_in, setting
 from .trace import Unreadable
 
-ROUNDING = 1e-3  # sums over many tokens in float32 may differ so much, and are compared in float64
+ROUNDING = 1e-3  # sums over many tokens in float32 may differ so much
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 
