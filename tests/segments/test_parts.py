@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 
 import ckptkern
 from ckptkern.segments import stages
@@ -395,3 +396,33 @@ def test_parameters_of_another_kind_are_planned_anew():
     layer.out.bias = None
     assert_close(step(layer, x, run), step(layer, x, layer.forward))
     assert len(parts.plans) == 2
+
+
+class Box:
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class Sealed(Box):
+    pass
+
+
+def refuse(*_):
+    raise TypeError("sealed")
+
+
+register_pytree_node(Box, lambda box: ([box.tensor], None), lambda held, _: Box(held[0].tolist()))
+register_pytree_node(Sealed, lambda box: ([box.tensor], None), refuse)
+
+
+@pytest.mark.parametrize("kind", [Box, Sealed])
+def test_arguments_that_pytree_does_not_rebuild_are_passed_as_they_are(kind):
+    class Adds(Layer):
+        def forward(self, x, box):
+            return super().forward(x + box.tensor)
+
+    layer, parts = Adds(), Parts()
+    for _ in range(2):
+        x, box = torch.randn(1, 16, D), kind(torch.randn(D, requires_grad=True))
+        assert torch.equal(parts(layer, 2**16, (x, box), {}), layer(x, box))
+    assert list(parts.plans.values()) == [None]
