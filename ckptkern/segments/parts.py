@@ -254,7 +254,8 @@ class Parts:
         key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
         with _planning:
             if key in self.plans:
-                return self.plans[key]
+                self.plans[key] = plan = self.plans.pop(key)  # the last to be forgotten
+                return plan
             plan = None
             try:
                 with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -345,7 +346,9 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         name, target = name_of(node), node.target
         if name == "part":
             node.meta["call"] = call = calls[node.args[2]]
-            call.path, call.module = paths.get(call.module), None
+            call.path = paths.get(call.module)
+            if call.module is not None and call.path is None:
+                raise Uncut("its forward calls a module that is not inside it")
         if node.op == "get_attr":
             value = getattr(graph_module, target)
             plan.held[node] = held.get(id(value), value)

@@ -37,8 +37,8 @@ Form = tuple[list[Any], Any]  # a value without its tensors: its leaves, with po
 
 @dataclass
 class Call:
-    """A call that is one operator. module: the recorded one until the call is planned, None for the function `run`. path: the
-    module's. arguments, result: their forms, with positions of tensors among the operator's arguments and results."""
+    """A call that is one operator. module: the recorded one, None for the function `run`. path: the module's. arguments,
+    result: their forms, with positions of tensors among the operator's arguments and results."""
 
     module: nn.Module | None
     arguments: Form

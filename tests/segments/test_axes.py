@@ -190,6 +190,8 @@ def moves(b, s, h, d):
         {0, 2},
         {Axis(0): [None, Axis(0)], Axis(1, 1, s): None},
     )
+    no_columns = {Axis(0): [Axis(0), Axis(0)], Axis(2, 1, d): None}  # a piece that is cut all the same
+    yield Case("cat", lambda x, y: torch.cat([x, y], -1), (x, (b, s, 0)), {0, 1}, no_columns)
     stacked = {Axis(0): [Axis(0), Axis(0)], Axis(2): [Axis(1), Axis(1)], Axis(1): None}
     yield Case("stack", lambda x, y: torch.stack([x, y], 1), (x, x), {0, 2, 3}, stacked)
     yield Case("stack", lambda x, y: torch.stack([x, y], -1), (x, x), {0, 1, 2}, {Axis(2): [Axis(2), Axis(2)]})
@@ -468,6 +470,23 @@ def test_candidates_are_blocks_of_each_dimension():
     axes = list(axes_of(node))
     assert set(axes) == {(axis, n) for axis, n in axes_along(node) if axis.outer == 1}
     assert axes[0] == (Axis(0), 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    {"mm": [(6, 4), (4, 2)], "bmm": [(3, 6, 4), (3, 4, 2)], "addmm": [(2,), (6, 4), (4, 2)]}.items(),
+)
+def test_matmuls_with_a_dtype_are_cut_like_others(name, shapes):
+    """On meta tensors: no CPU runs them."""
+    tensors = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+    plain = node_of(getattr(aten, name).default, *tensors)
+    typed = node_of(getattr(aten, name).dtype, *tensors, torch.float32)
+    for axis, n in axes_along(plain):
+        ours, theirs = (
+            [of for _, of in cut.inputs] if (cut := followed(node, axis, n)) else None for node in (typed, plain)
+        )
+        assert ours == theirs
+    assert followed(typed, Axis(0), shape_of(typed)[0]) is not None
 
 
 @pytest.mark.parametrize("axis", [Axis(1), Axis(1, 3), Axis(1, 1, 4), Axis(1, 3, 2)])

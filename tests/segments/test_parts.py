@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 
 import ckptkern
+from ckptkern.segments import parts as parts_file
 from ckptkern.segments import stages
 from ckptkern.segments.axes import name_of
 from ckptkern.segments.decisions import Decisions
 from ckptkern.segments.parts import Parts
+from ckptkern.segments.recorded import is_traced, traced_call
 
 D, H, S = 32, 4, 96
 
@@ -319,6 +322,41 @@ def test_a_length_is_planned_once_and_a_copy_plans_anew():
     assert copy.deepcopy(parts).plans == {}
 
 
+def test_a_length_in_use_stays_planned(monkeypatch):
+    """While other lengths come and go, more of them than are remembered."""
+    lengths, planned = [], parts_file.planned
+    monkeypatch.setattr(parts_file, "PLANS", 2)
+    monkeypatch.setattr(
+        parts_file, "planned", lambda m, flat, *args: (lengths.append(flat[0].shape[1]), planned(m, flat, *args))[1]
+    )
+    _, run = in_parts(nn.Linear(D, D), 2)
+    for other in (17, 18, 19):
+        for length in (16, other):
+            run(torch.randn(1, length, D))
+    assert lengths == [16, 17, 18, 19]
+
+
+class Refers(nn.Module):
+    """Calls a module that it does not contain, and that bounds its own memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = [nn.Linear(D, D)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (other,) = self.others
+        return torch.sin(traced_call(other, torch.empty_like, (x,), {}) if is_traced() else other(x))
+
+
+def test_layers_that_share_plans_call_their_own_modules():
+    parts = Parts()
+    parts.slices = 2
+    for layer in (Refers(), Refers()):
+        x = torch.randn(1, 16, D)
+        assert torch.equal(parts(layer, 2**16, (x,), {}), layer(x))
+    assert "a module that is not inside it" in parts.why
+
+
 class Table(nn.Module):
     """Makes a longer table when a longer call comes."""
 
@@ -395,3 +433,33 @@ def test_parameters_of_another_kind_are_planned_anew():
     layer.out.bias = None
     assert_close(step(layer, x, run), step(layer, x, layer.forward))
     assert len(parts.plans) == 2
+
+
+class Box:
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class Sealed(Box):
+    pass
+
+
+def refuse(*_):
+    raise TypeError("sealed")
+
+
+register_pytree_node(Box, lambda box: ([box.tensor], None), lambda held, _: Box(held[0].tolist()))
+register_pytree_node(Sealed, lambda box: ([box.tensor], None), refuse)
+
+
+@pytest.mark.parametrize("kind", [Box, Sealed])
+def test_arguments_that_pytree_does_not_rebuild_are_passed_as_they_are(kind):
+    class Adds(Layer):
+        def forward(self, x, box):
+            return super().forward(x + box.tensor)
+
+    layer, parts = Adds(), Parts()
+    for _ in range(2):
+        x, box = torch.randn(1, 16, D), kind(torch.randn(D, requires_grad=True))
+        assert torch.equal(parts(layer, 2**16, (x, box), {}), layer(x, box))
+    assert list(parts.plans.values()) == [None]

@@ -331,3 +331,22 @@ def test_check_passes_what_is_token_wise_and_draws_nothing():
             tiled(fn, x, 3, check=check)
             after.append(torch.get_rng_state())
         assert torch.equal(*after)
+
+
+class Watched(nn.Module):
+    """Computes otherwise while it has hooks, as modules with a fast path do."""
+
+    def forward(self, x):
+        return x * (2 if self._forward_hooks else 3)
+
+
+def test_check_compares_chunks_without_hooks_of_its_own():
+    fn, x = nn.Sequential(nn.Identity(), Watched()), tokens()
+    assert torch.equal(tiled(fn, x, 3, check=True), 3 * x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_check_of_whole_numbers_registers_no_hooks():
+    """A scripted module refuses them."""
+    fn, x = nn.Sequential(torch.jit.script(nn.Embedding(9, WIDTH))), torch.arange(9).view(1, 9)
+    assert torch.equal(tiled(fn, x, 3, -1, check=True), fn(x))
