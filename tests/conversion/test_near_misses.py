@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.conversion import fuse
 
 
 class Layer(Vision):
@@ -376,6 +377,22 @@ def test_other_calls_than_the_example_are_right(why):
     for x, kwargs in calls:
         assert_same_steps(ours, theirs, x, **kwargs, tolerance=1e-4)
     assert why != MASKED or calls_of(ours)["fused"] == 2, "a mask that appears later is covered"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)], ids=["rounding", "wrong"])
+def test_gradients_that_differ_in_float32_are_compared_in_float64(dtypes, monkeypatch):
+    """One value near ReLU's zero changes a gradient by more than all other rounding."""
+    ours = fuse.RegionCheck.ours
+
+    def with_other_gradients(self, flat):
+        y = ours(self, flat)
+        if y.requires_grad and y.dtype in dtypes:
+            y.register_hook(lambda gradient: 1.01 * gradient)
+        return y
+
+    monkeypatch.setattr(fuse.RegionCheck, "ours", with_other_gradients)
+    conversion = ckptkern.convert(Layer(), tokens(), otherwise="leave")
+    assert ("transformer_layer" in fused_of(conversion)) == (len(dtypes) == 1), str(conversion)
 
 
 def test_a_layer_that_is_skipped_at_random_is_left():

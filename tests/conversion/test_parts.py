@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern.conversion import revert
+from ckptkern.conversion import blocks, revert
 from ckptkern.memory import peak_memory
 
 D, H, LAYERS, WORKSPACE = 64, 4, 3, 2**20
@@ -200,6 +200,26 @@ def test_a_layer_that_is_not_cut_says_why_and_what_is_fused_inside_bounds_its_ow
         layer.forward = ckptkern.checkpointed(layer.forward)
     wide = 4 * 2048 * 4 * D  # bytes of what the MLP's activation takes, and of what it returns
     assert peak(model, x) < peak(theirs, x) - 1.5 * wide
+
+
+@pytest.mark.parametrize("factor, how", [(1 + 1e-4, "in parts"), (1.01, "differ in parts"), (None, "differ in parts")])
+def test_a_layer_whose_parts_differ_by_more_than_rounding_is_a_checkpoint_of_the_whole(factor, how, monkeypatch):
+    """Sums over slices of many tokens round in another order."""
+
+    def step_of(module, run, call):
+        tensors, left = training_step(module, run, call)
+        if getattr(run, "parts", None) is not None and not run.parts.is_whole:
+            tensors = [tensors[0], factor * tensors[1], *tensors[2:]]  # None is an error of parts
+        return tensors, left
+
+    training_step = blocks.training_step
+    monkeypatch.setattr(blocks, "training_step", step_of)
+    model, x = Model(*KINDS["unknown"]), torch.randn(1, 64, D)
+    conversion = ckptkern.convert(model, x, recompute="full", workspace=WORKSPACE)
+    rows = [row for row in conversion if row.kind == "Layer"]
+    assert [row.replaced_by for row in rows] == ["checkpoint"] * LAYERS
+    assert all(how in row.reason for row in rows), str(conversion)
+    torch.testing.assert_close(step(model, x), step(Model(*KINDS["unknown"]), x))
 
 
 def test_a_frozen_vector_hides_no_layer():
