@@ -19,7 +19,8 @@ from .recorder import as_input, check_step
 from .report import Conversion
 from .trace import Call, leaves_of, recomputed, tensors_in
 
-SAMPLES = 2  # of the batch in the example: convert measures a step of the original model, too
+# samples of the batch and tokens of each in the example, which convert also runs unconverted; the next if they do not run
+EXAMPLES = ((2, 512), (2, None), (None, None))
 
 
 class ConvertLater:
@@ -63,11 +64,13 @@ class ConvertLater:
             self._waited = wrapper.require_backward_grad_sync
             return
         self.remove()
-        call = args, kwargs
-        try:
-            self.conversion = convert_call(model, first_samples(call, SAMPLES), **self.options)
-        except Exception:  # a forward that needs the whole batch; convert left the model as it was
-            self.conversion = convert_call(model, first_samples(call, None), **self.options)
+        for sizes in EXAMPLES:
+            try:
+                self.conversion = convert_call(model, example_of((args, kwargs), *sizes), **self.options)
+                return
+            except Exception:  # a forward that needs the whole batch; convert left the model as it was
+                if sizes == EXAMPLES[-1]:
+                    raise
 
     def remove(self) -> None:
         """Cancels the conversion if it has not begun."""
@@ -107,17 +110,25 @@ class Copying(TorchFunctionMode):
         return value
 
 
-def first_samples(call: Call, count: int | None) -> Call:
-    """Returns the call with `count` samples of its batch (None: all), whose size is that of the first tensor: the first of
-    those with the fewest labels that are ignored. Its tensors are detached: the example's backward ends there."""
+def example_of(call: Call, samples: int | None, tokens: int | None) -> Call:
+    """Returns the call with so many samples of its batch, whose size is that of the first tensor, and so many tokens of each
+    (None: all): those of which the fewest labels are ignored. Its tensors are detached: the example's backward ends there."""
     tensors = [tensor for tensor in tensors_in(call) if tensor.dim()]
-    size = tensors[0].size(0) if tensors else None
-    labels = [t for t in tensors if t.dim() > 1 and t.size(0) == size and t.dtype == torch.long and type(t) is Tensor]
-    ignored = sum((t < 0).flatten(1).sum(1) for t in labels)
-    first = ignored.argsort(stable=True)[:count] if labels and count else slice(count)
+    batch = tensors[0].size(0) if tensors else None
+    ids = [t for t in tensors if t.dim() == 2 and t.size(0) == batch and t.dtype == torch.long and type(t) is Tensor]
+    ignored = sum((t < 0).sum(1) for t in ids)
+    rows = ignored.argsort(stable=True)[:samples] if ids and samples else slice(samples)
+    length = ids[0].size(1) if ids and tokens and ids[0].size(1) > tokens else None
+    counted = [(t[rows] >= 0).any(0).nonzero() for t in ids if length and (t < 0).any()]
+    stop = max([tokens or 0, *(int(places.max()) + 1 for places in counted if len(places))])
 
     def part(tensor: Tensor) -> Tensor:
-        return as_input(tensor[first] if tensor.dim() and tensor.size(0) == size else tensor)
+        if tensor.dim() and tensor.size(0) == batch:
+            tensor = tensor[rows]
+        for dim in range(1, tensor.dim()):
+            if tensor.size(dim) == length:
+                tensor = tensor.narrow(dim, stop - tokens, tokens)
+        return as_input(tensor)
 
     return recomputed(call, map(Copying(part), leaves_of(call)))
 
@@ -128,8 +139,9 @@ def convert_later(model: nn.Module, **options: Any) -> ConvertLater:
         model, optimizer = accelerator.prepare(model, optimizer)
         later = ckptkern.integrations.convert_later(model, recompute="full")
 
-    The example is two samples of the batch, or the whole batch where two do not run. A model that is itself replaced
-    runs that first call as it was. If the model is sharded by fully_shard after this, the second call begins the conversion.
+    The example is two samples of the batch, with at most 512 tokens of each, or the whole batch where these do not run. A
+    model that is itself replaced runs that first call as it was. If the model is sharded by fully_shard after this, or is in
+    DistributedDataParallel with a static graph, the second call begins the conversion.
     options: those of ckptkern.convert.
 
     Returns an object with `conversion` (None before that call), `check_calls()` (its `calls`; warns of lost fusion) and

@@ -202,7 +202,9 @@ def test_a_layer_that_is_not_cut_says_why_and_what_is_fused_inside_bounds_its_ow
     assert peak(model, x) < peak(theirs, x) - 1.5 * wide
 
 
-@pytest.mark.parametrize("factor, how", [(1 + 1e-4, "in parts"), (1.01, "differ in parts"), (None, "differ in parts")])
+@pytest.mark.parametrize(
+    ("factor", "how"), [(1 + 1e-4, "in parts"), (1.01, "differ in parts"), (None, "differ in parts")]
+)
 def test_a_layer_whose_parts_differ_by_more_than_rounding_is_a_checkpoint_of_the_whole(factor, how, monkeypatch):
     """Sums over slices of many tokens round in another order."""
 

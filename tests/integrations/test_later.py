@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptkern
-from ckptkern.conversion.later import first_samples
+from ckptkern.conversion.later import example_of
 from ckptkern.integrations import convert_later
 
 FUSED = 2 * ["transformer_layer"]
@@ -98,21 +98,28 @@ def test_a_batch_that_two_samples_do_not_stand_for_is_used_whole():
     assert replaced(later) == FUSED
 
 
-def test_first_samples():
+def test_an_example_is_the_first_samples():
     x, scalar, other = torch.zeros(5, 3), torch.tensor(1), torch.zeros(3, 5)
-    (first,), kwargs = first_samples(((x,), {"mask": x, "n": scalar, "other": other, "flag": True}), 2)
+    (first,), kwargs = example_of(((x,), {"mask": x, "n": scalar, "other": other, "flag": True}), 2, 4)
     assert first.shape == kwargs["mask"].shape == (2, 3)
     assert kwargs["n"].shape == ()
     assert kwargs["other"].shape == (3, 5)
     assert kwargs["flag"] is True
 
 
-def test_samples_whose_labels_count_come_first():
-    ids_, labels = torch.arange(12).view(4, 3), torch.full((4, 3), -100)
-    labels[1, 2] = labels[3] = 1
-    _, first = first_samples(((), {"input_ids": ids_, "labels": labels}), 2)
-    assert first["labels"].tolist() == [[1, 1, 1], [-100, -100, 1]]
-    assert first["input_ids"].tolist() == ids_[[3, 1]].tolist()
+def test_samples_and_tokens_whose_labels_count_come_first():
+    tokens, labels, mask = torch.arange(24).view(4, 6), torch.full((4, 6), -100), torch.arange(36).view(6, 6)
+    labels[1, 3] = labels[3, 1:5] = 1
+    call = (), {"input_ids": tokens, "labels": labels, "mask": mask.expand(4, 1, 6, 6)}
+    _, example = example_of(call, 2, None)
+    assert example["labels"].tolist() == labels[[3, 1]].tolist()
+    assert example["input_ids"].tolist() == tokens[[3, 1]].tolist()
+    _, example = example_of(call, 2, 3)
+    assert example["labels"].tolist() == [[1, 1, 1], [-100, 1, -100]]
+    assert example["input_ids"].tolist() == tokens[[3, 1], 2:5].tolist()
+    assert example["mask"].tolist() == 2 * [[mask[2:5, 2:5].tolist()]]
+    _, example = example_of(((), {"input_ids": tokens}), 2, 3)
+    assert example["input_ids"].tolist() == tokens[:2, :3].tolist()
 
 
 class Holder(nn.Module):
