@@ -64,9 +64,9 @@ class Shard:
         y."""
         if not self.sequence:
             return self.summing(y)
-        rows = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # stays until the collective has read it
-        parts = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
-        return lambda: _c10d.wait_tensor(parts).view(rows.shape[1:])
+        rows = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).flatten(0, 1).contiguous()
+        part = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
+        return lambda rows=rows: _c10d.wait_tensor(part)  # rows stays until the collective has read it
 
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of y over the group; returns a function that waits for it and returns it."""

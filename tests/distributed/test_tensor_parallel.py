@@ -86,6 +86,17 @@ def test_a_sublayer_communicates_once_forward_and_once_backward(mesh):
     ]
 
 
+@on_ranks(mesh="tp")
+def test_an_output_may_change_in_place(mesh):
+    """It is what the collective wrote where no bias, dropout or x is added, and not a view of it."""
+    unfused = ckptkern.nn.MLP(WIDTH, HIDDEN, bias=False, dtype=torch.float64)
+    ours = split(unfused, mesh, "rows")
+    calls = [lambda x, model=model: model(x).mul_(2) for model in (unfused, ours)]
+    for lead in ((B, S), (S,)):
+        inputs = torch.randn(2, *lead, WIDTH, dtype=torch.float64)
+        check_step(unfused, ours, mesh, "rows", f"{lead}", inputs=inputs, calls=calls)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
 @on_ranks(mesh="tp")
