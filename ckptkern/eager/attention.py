@@ -277,7 +277,7 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     rows = Sq
     if windowed and core.workspace is not None:  # fewer rows see fewer columns
         rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
-    if rows >= Sq and cost(B, H_kv, Sq) <= budget:
+    if not one_each and rows >= Sq and cost(B, H_kv, Sq) <= budget:
         return [whole(q, k)]
     return list(query_blocks(q, k, core, cost, budget, rows, one_each))
 

@@ -41,6 +41,16 @@ def test_scores_are_never_written_out(name):
     assert peak.bytes <= gradients + output + lse + delta + 2**20 + 2**17
 
 
+def test_heads_of_k_are_not_repeated():
+    """For query heads that share a head of k and v, in a workspace that has no room for that."""
+    q, k, v = (torch.randn(1, heads, 512, 32, requires_grad=True) for heads in (8, 1, 1))
+    with peak_memory("cpu") as peak:
+        y = ckptkern.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, workspace="256KiB")
+        grads = torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+    held = (y, y, y, *grads)  # and the gradient of y, and one query head's results and gradients
+    assert peak.bytes <= sum(tensor.nbytes for tensor in held) + 2**18
+
+
 def test_the_least_block_is_of_one_sample_and_one_head():
     q = torch.empty(3, 4, 20, 1)
     blocks = attention_core.query_blocks(q, q, eager.AttentionCore(1.0, "ieee"), lambda *sizes: sum(sizes), 1, 64)

@@ -34,6 +34,7 @@ from .tensors import (
     Projection,
     division,
     over_all_heads,
+    part_of,
 )
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
@@ -91,9 +92,11 @@ class AttentionSublayer(CoreSublayer):
             blocks.append(("g", 0, t.wg.shape[0], False))
         self.projections, self.shapes = [], []
         for letter, start, width, of_key_value in blocks:
-            weight, bias, rows, n = getattr(t, f"w{letter}"), getattr(t, f"b{letter}"), None, width // count
+            weight, bias, rows = getattr(t, f"w{letter}"), getattr(t, f"b{letter}"), None
+            part = part_of(width, index, count, 1 if letter == "g" else self.D)
+            n = part.stop - part.start
             if n < weight.shape[0]:
-                rows = slice(start + index * n, start + (index + 1) * n)
+                rows = slice(start + part.start, start + part.stop)
                 weight, bias = weight[rows], None if bias is None else bias[rows]
             self.projections.append(Projection(letter, weight, bias, of_key_value, rows))
             self.shapes.append(((self.key_value if of_key_value else self.x).shape[0], n))
@@ -206,7 +209,7 @@ class AttentionSublayer(CoreSublayer):
         p, o, out = self.p, self.o, None if keeps_raw else raw
         weight, bias, normed = getattr(self.t, name), getattr(self.t, f"{name}_bias"), not self.rotates
         if over_all_heads(weight, self.D):
-            raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
+            raw = self.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
             weight, bias, out, normed = None, None, raw, self.angles[0] is None
         if not normed:
             options = dict(bias=bias, kind=o.qk_norm, out=out)
@@ -295,7 +298,8 @@ class AttentionSublayer(CoreSublayer):
         if over_all_heads(weight, self.D):
             if self.angles[0] is not None:
                 dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
-            dx, *of_norm = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
+            rows = in_rows(dy), in_rows(raw)
+            dx, *of_norm = self.norm_bwd(*rows, weight, o.qk_norm_eps, o.qk_norm, overwrites=True, **needs)
             dx = dx.view(dy.shape)
         else:
             options = dict(kind=o.qk_norm, out=place, **needs)
@@ -343,9 +347,17 @@ class AttentionSublayer(CoreSublayer):
         updates, and of h and key_value to the totals, which several groups sum in float32. results: from
         `core_gradients`."""
         formed, layers = grads.plan.formed, {False: [], True: []}
-        for part, d in zip(self.projections, self.projected_gradients(results, grads), strict=True):
+        sharers = self.count // self.whole.o.num_kv_heads if self.count > 1 else 1  # groups that share k and v
+        for i, (part, d) in enumerate(zip(self.projections, self.projected_gradients(results, grads), strict=True)):
             if d is None:
                 continue
+            if sharers > 1 and i in (1, 2):  # k and v, with the last of these groups
+                before = grads.shared.pop(i, None)
+                d = d.to(eager.wide_of(d.dtype)) if before is None else before.add_(d)
+                if (self.index + 1) % sharers:
+                    grads.shared[i] = d
+                    continue
+                d = d.to(self.o.dtype)
             reads, update, du = "key_value" if part.of_key_value else "h", self.update(part), None
             if update is not None and not formed.isdisjoint((reads, *names_of(part.letter))):
                 du = update.inner_gradient(d)
