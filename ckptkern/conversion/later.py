@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .convert import convert_call
 from .recorder import check_step
@@ -50,10 +51,12 @@ class ConvertLater:
             )
         self.remove()
         call = args, kwargs
-        try:
-            self.conversion = convert_call(model, first_samples(call, SAMPLES), **self.options)
-        except Exception:  # a forward that needs the whole batch; convert left the model as it was
-            self.conversion = convert_call(model, first_samples(call, None), **self.options)
+        # a checkpoint around the model must not count what convert's own steps save
+        with saved_tensors_hooks(Tensor.detach, Tensor.detach):
+            try:
+                self.conversion = convert_call(model, first_samples(call, SAMPLES), **self.options)
+            except Exception:  # a forward that needs the whole batch; convert left the model as it was
+                self.conversion = convert_call(model, first_samples(call, None), **self.options)
 
     def remove(self) -> None:
         """Cancels the conversion if it has not begun."""
