@@ -228,13 +228,14 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]
     if len(tables) == 2 and all(table.kind == "function" and 1 in table.shape[1:3] for table in tables):
         computed = tuple(Computed(call(Tensor.squeeze, table, 1 if table.shape[1] == 1 else 2)) for table in tables)
         return [{"rotary": computed, "rotary_interleaved": interleaved} for interleaved in (False, True)]
-    if len(tables) != 2 - q.is_complex or any(table.kind not in ("argument", "parameter") for table in tables):
+    kinds = ("argument", "parameter")[: len(tables)]  # one complex table is an argument
+    if not 2 - q.is_complex <= len(tables) <= 2 or any(table.kind not in kinds for table in tables):
         names = ", ".join(map(steps.describe, tables))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {names}")
     if not all((*q.tables.values(), *k.tables.values())):
         raise Unreadable("rotary tables are not read from their first row")
     ways = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
-    forms = [("real", "imag", True)] if q.is_complex else [(form, form, interleaved) for form, interleaved in ways]
+    forms = [("real", "imag", True)] if len(tables) == 1 else [(form, form, interleaved) for form, interleaved in ways]
     cos, sin = (
         partial(Argument if table.kind == "argument" else Weight, table.source) for table in (tables[0], tables[-1])
     )
@@ -301,7 +302,7 @@ def _mask(steps: Steps, seen: Node | None) -> Argument | Computed | None:
         return Computed(seen)
     shape, wanted = tuple(mask.shape), tuple(seen.shape)
     is_broadcast = all(size in (1, other) for size, other in zip(shape[::-1], wanted[::-1], strict=False))
-    if is_broadcast and (len(shape) != 2 or shape[0] != 1):
+    if is_broadcast and len(shape) <= len(wanted) and (len(shape) != 2 or shape[0] != 1):
         return Argument(mask.source)
     is_cut = seen.is_function("__getitem__") and seen.inputs[0] is mask and shape[:-1] == wanted[:-1]
     if is_cut and leaves_of(seen.args[1])[-1] == slice(shape[-1] - wanted[-1], None):

@@ -166,7 +166,9 @@ class Form:
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names that have no effect
         # without values, which would stay in memory, and be pickled
-        self.example = mapped(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), calls[0])
+        self.example = mapped(
+            lambda t: t if t.is_nested else torch.empty(t.shape, dtype=t.dtype, device="meta"), calls[0]
+        )
 
     def complete(self, call: Call) -> Call:
         """Returns the call by keywords, with default values for absent arguments."""

@@ -477,10 +477,10 @@ def convert_call(
                 row.calls.update(dict.fromkeys(row.calls, 0))  # count training only, not convert's own calls
             WARNED.clear()  # warnings about a model that was converted before
             if not (any(call) or rows):
-                warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
+                warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=3)
             regions = [names for group in groups for names in group.regions(ran=after is not None)]
             if groups and not regions:
-                warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=2)
+                warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=3)
             stays = bound(model)
         except BaseException:
             revert(model)

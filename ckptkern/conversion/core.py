@@ -55,6 +55,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
     scores, masks, scale, options = steps.input_of(weights), [], 1.0, {"is_causal": False}
     if scores.is_function("sub", of=2):  # with a column of sinks they may be without their maximum
         whole, largest = map(steps.strip, scores.inputs)
+        largest = steps.input_of(largest) if largest.is_function("detach") else largest
         if largest.is_function("max", "amax") and steps.input_of(largest) is whole:
             scores = whole
     if scores.is_function("cat", of=2):

@@ -98,14 +98,16 @@ class _Recorder:
 def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
     """Returns what the class's forward reads in training and in evaluation, by the path of each module inside."""
     with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
-        (args, kwargs), recorder = call, _Recorder(module)
-        try:
-            for mode in (True, False):
-                module.train(mode)
+        (args, kwargs), reads = call, {}
+        for mode in (True, False):
+            module.train(mode)  # what it reads does not count
+            recorder = _Recorder(module)
+            try:
                 type(module).forward(module, *args, **kwargs)
-        finally:
-            recorder.stop()
-        return {path: recorder.reads(m) for path, m in module.named_modules()}
+            finally:
+                recorder.stop()
+            reads = all_reads(reads, {path: recorder.reads(m) for path, m in module.named_modules()})
+        return reads
 
 
 def all_reads(reads: Reads | None, other: Reads | None) -> Any:

@@ -399,7 +399,7 @@ class Heads:
         if others:
             warnings.warn(
                 f"ckptkern.convert: forward also passes the logits of {name} to {', '.join(others)}, which needs their values",
-                stacklevel=6,
+                stacklevel=7,
             )
         row.replaced_by = OP
         forward = Head(module, recompute, self.adapted.get(module))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -58,15 +59,16 @@ class ConvertLater:
                 "Start one process for each GPU, as with torchrun"
             )
         wrapper = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._active_ddp_module
-        if (
-            getattr(wrapper, "static_graph", False) and not self._waited
-        ):  # its first step counts what the graph's hooks see
+        # a static graph's first step counts what the graph's hooks see
+        if getattr(wrapper, "static_graph", False) and not self._waited:
             self._waited = wrapper.require_backward_grad_sync
             return
         self.remove()
         for sizes in EXAMPLES:
             try:
-                self.conversion = convert_call(model, example_of((args, kwargs), *sizes), **self.options)
+                # a checkpoint around the model must not count what convert's own steps save
+                with saved_tensors_hooks(Tensor.detach, Tensor.detach):
+                    self.conversion = convert_call(model, example_of((args, kwargs), *sizes), **self.options)
                 return
             except Exception:  # a forward that needs the whole batch; convert left the model as it was
                 if sizes == EXAMPLES[-1]:

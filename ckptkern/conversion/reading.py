@@ -341,13 +341,12 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     x = tensor.new_empty(6, features).normal_() + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
     ways = []
-    for eps, names, kind, form in itertools.product(
+    for eps, (weight, bias), kind, form in itertools.product(
         dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)),
-        itertools.permutations(own),
+        itertools.permutations((*own, None, None)[:2]),
         ("layer", "rms"),
         ("", "+1"),
     ):
-        weight, bias = (*names, None, None)[:2]
         like = functools.partial(_normed, kind, own.get(weight), form, own.get(bias), eps)
         named = weight and Weight(f"{path}.{weight}", form), bias and Weight(f"{path}.{bias}")
         ways.append((like, Norm(kind, *named, eps)))

@@ -175,8 +175,9 @@ def test_a_name_of_nothing_is_an_error(model):
 
 
 def test_too_small_an_example(model, language_model):
-    with pytest.warns(UserWarning, match="without example inputs it found nothing to convert"):
+    with pytest.warns(UserWarning, match="without example inputs it found nothing to convert") as record:
         conversion = ckptkern.convert(model)
+    assert record[0].filename == __file__
     assert "give convert a call of the model" in str(conversion)
     assert "give an example of at least two" in str(ckptkern.convert(language_model, TOKENS[:, :1]))
 

@@ -192,8 +192,9 @@ LEFT = {
 @pytest.mark.parametrize("loss", READ)
 def test_logits_that_are_read_as_well(loss):
     theirs = model_of(READ[loss])
-    with pytest.warns(UserWarning, match="forward also passes the logits of head to"):
+    with pytest.warns(UserWarning, match="forward also passes the logits of head to") as record:
         ours = converted(theirs)
+    assert record[0].filename == steps.__file__
     assert_same_step(ours, theirs)
 
 

@@ -24,6 +24,7 @@ from support.architectures import (
     Gated,
     GatedAttention,
     Llama,
+    Torchs,
     Vision,
     Weighted,
     WithSinks,
@@ -139,6 +140,12 @@ def masked(layer, q, k, v, mask):
     return (q @ k.transpose(-1, -2) * D**-0.5 + mask[:, None, None]).softmax(-1) @ v
 
 
+def hiding(self, x, padding):
+    h = self.ln_1(x)
+    x = x + self.attention(h, h, h, key_padding_mask=padding[:, 0, 0], need_weights=False)[0]
+    return x + self.mlp(self.ln_2(x))
+
+
 def scaled_by_length(layer, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=math.log(q.shape[2] + 20) / 8)
 
@@ -175,9 +182,12 @@ def tables(S):
     return {name: table[0] for name, table in zip(("cos", "sin"), rotary(torch.empty(1, S, 1)), strict=True)}
 
 
+def halved(S):
+    return {name: table[..., : D // 2] for name, table in tables(S).items()}
+
+
 def turns(S):
-    cos, sin = (table[..., : D // 2] for table in tables(S).values())
-    return {"turns": torch.complex(cos, sin)}
+    return {"turns": torch.complex(*halved(S).values())}
 
 
 def larger(path, factor):
@@ -237,6 +247,10 @@ NEAR_MISSES = {
         call(2, 5, **tables(12)), rotated=lambda self, q, cos, sin: rotated_by(q, cos[: q.shape[2]], sin[: q.shape[2]]),
         example=call(2, 12, **tables(12)), fused=True,
     ),
+    "pairs by two tables": miss(
+        call(2, 9, **halved(9)), example=call(**halved(6)), fused=True,
+        rotated=lambda self, q, cos, sin: as_complex(self, q, torch.view_as_complex(torch.stack((cos, sin), -1))),
+    ),
     "pairs as complex numbers": miss(call(2, 9, **turns(9)), rotated=as_complex, example=call(**turns(6)), fused=True),
     "a memory that was the input": of_memory(
         remembering(), remembering(2, 6), example=(x := tokens(), {"memory": x}), fused=True
@@ -288,6 +302,14 @@ NEAR_MISSES = {
     # over 6 tokens it is causal, over 16 it is not
     "a window that the example does not reach": miss(call(2, 16), kind=lambda: Buffers(window=8)),
     "a causal mask of more rows than the example": miss(call(2, 16), kind=Buffers, fused=True),
+    "padding of four dimensions": miss(
+        call(3, 9, padding=torch.rand(3, 1, 1, 9) < 0.3), forward=hiding, kind=Torchs,
+        example=call(padding=torch.zeros(2, 1, 1, 6, dtype=torch.bool)), fused=True,
+    ),
+    "an argument of many lengths": miss(
+        forward=lambda self, x, other=None: Layer.forward(self, x), fused=True,
+        example=call(other=torch.nested.nested_tensor_from_jagged(tokens()[0], torch.tensor([0, 2, 6]))),
+    ),
     "torch's default epsilon": miss((1e-3 * tokens(), {}), kind=lambda: Llama(norm=nn.RMSNorm), fused=True),
 }  # fmt: skip
 
@@ -329,8 +351,17 @@ def sinks(probabilities, fused=False):
     return miss(kind=lambda: large(Llama(variant(WithSinks, probabilities=probabilities)())), fused=fused)
 
 
+def with_column(scores, column):
+    return torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
+
+
 def softmax_with(scores, column):
-    return F.softmax(torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1), -1)
+    return F.softmax(with_column(scores, column), -1)
+
+
+def without_maximum(self, scores):
+    scores = with_column(scores, self.sinks[:, None, None])
+    return F.softmax(scores - scores.amax(-1, keepdim=True).detach(), -1)[..., :-1]
 
 
 def sinks_of_rows(self, scores):
@@ -338,7 +369,19 @@ def sinks_of_rows(self, scores):
     return softmax_with(scores, column)[..., :-1]
 
 
+class Shifted(nn.Module):
+    """A norm with a bias alone."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], None, self.bias)
+
+
 NEAR_MISSES |= {
+    "a norm without a weight": miss(kind=lambda: Llama(norm=Shifted), fused=True),
     "a host read": with_mlp(lambda mlp, x: limited(Gated.forward(mlp, x))),
     "changes its attributes": with_mlp(counting),
     "noise in training": with_mlp(noisy),
@@ -357,6 +400,7 @@ NEAR_MISSES |= {
     "sinks of rows": sinks(sinks_of_rows),
     "scaled sinks": sinks(lambda self, scores: softmax_with(scores, 2 * self.sinks[:, None, None])[..., :-1]),
     "one more in each denominator": sinks(lambda self, scores: softmax_with(scores, scores.new_zeros(1))[..., :-1]),
+    "sinks without the maximum": sinks(without_maximum, fused=True),
     "sinks on scores": sinks(
         lambda self, scores: F.softmax(scores + self.sinks[:, None, None], -1), fused=True
     ),  # a bias
@@ -413,3 +457,16 @@ def test_arguments_that_nobody_looks_at_do_not_count():
     ours.double()
     x = x.detach().double()
     assert saved(ours, x, later=6) == saved(ours, x, count=5), "names are tried on the module as it is now"
+
+
+def test_what_only_train_reads_does_not_count():
+    class Counting(Gated):
+        modes = 0
+
+        def train(self, mode=True):
+            self.modes += 1
+            return super().train(mode)
+
+    ours, *_ = pair(Llama(mlp=Counting()), tokens())
+    ours.eval().train()(tokens())
+    assert calls_of(ours) == {"fused": 1, "checkpointed": 0, "original": 0}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern.conversion.later import example_of
@@ -52,6 +53,16 @@ def test_autocast_of_the_call_is_that_of_the_conversion():
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
     assert replaced(later) == FUSED
     assert later.check_calls()["fused"] == 2
+
+
+def test_a_checkpoint_around_the_model_recomputes_what_it_ran():
+    network = make()
+    unfused, later = copy.deepcopy(network), convert_later(network)
+    for model in (network, unfused):
+        checkpoint(model, ids(), use_reentrant=False).sum().backward()
+    assert replaced(later) == FUSED
+    for ours, theirs in zip(network.parameters(), unfused.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_remove_cancels():
