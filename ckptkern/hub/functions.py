@@ -36,14 +36,14 @@ def attention_forward(
         hidden = position_bias.new_tensor(float("-inf"))
         attention_mask = position_bias if attention_mask is None else position_bias.where(attention_mask, hidden)
     if is_causal is None:
-        is_causal = query.size(-2) > 1 and getattr(module, "is_causal", True)
+        is_causal = getattr(module, "is_causal", True)
     out = scaled_dot_product_attention(
         query,
         key,
         value,
         attention_mask,
         dropout,
-        bool(is_causal) and attention_mask is None,
+        bool(is_causal) and attention_mask is None and query.size(-2) > 1,
         scaling,
         query.size(1) != key.size(1),
         softcap=softcap,

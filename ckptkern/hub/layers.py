@@ -1,53 +1,92 @@
 """Layers of a kernels repository: stateless forwards for modules of transformers.
 
-Each computes what its module's own forward computes. A module that differs (adapters, hooks, quantised weights, another
-activation) runs its own forward as an activation checkpoint.
+Each computes what its module's own forward computes: the first training call reads and checks that forward as
+`ckptkern.convert` does. A module that is not one fused op, or that has changed since (adapters, hooks, quantised weights),
+runs its own forward as an activation checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from types import MethodType
-from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.core_model_loading import WeightRenaming
 
+from ..conversion.calls import pattern_of
+from ..conversion.fuse import Checked, fuse, reason_of
 from ..conversion.moe import experts_forward
-from ..nn.activations import recognised
-from ..nn.unmodified import composed, unmodified, untouched
-from ..ops import gated_mlp, mlp, mlp_block
+from ..conversion.protection import no_trace
+from ..conversion.trace import switched
+from ..nn.unmodified import composed
 from .functions import causal_lm_loss
 
-_activations: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+FUSED = "_ckptkern_fused"  # attribute with the fused forward of a module, or False if it is not one fused op
+# modules that were checked, with which others are compared: the kinds of their calls, and their log
+_checked: WeakKeyDictionary[nn.Module, tuple[list[tuple], list[tuple]]] = WeakKeyDictionary()
 
 
-def activation_in(module: nn.Module) -> str | None:
-    """Returns ckptkern's name of the module's activation, None if there is none; it is recognised once."""
-    function = next(
-        (getattr(module, name) for name in ("act_fn", "activation_fn", "act") if hasattr(module, name)), None
-    )
-    if function not in _activations:
-        _activations[function] = recognised(function)
-    return _activations[function]
+@functools.cache
+def warn(kind: type[nn.Module], reason: str) -> None:
+    warnings.warn(f"ckptkern.hub: {kind.__name__} runs as an activation checkpoint, not fused: {reason}", stacklevel=5)
 
 
-def own_forward(module: nn.Module, *args: Any) -> Any:
-    return composed(MethodType(type(module).forward, module), *args)
+def read(module: nn.Module, x: Tensor) -> object:
+    """Returns the module's fused forward, checked on random parameters and a few tokens like x; False if there is none."""
+    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with _disable_current_modes(), unchanged, torch.enable_grad(), no_trace(module), switched(module):
+        vars(module).pop("forward", None)  # that of the layer, which no_trace restores
+        shape = (*(2,) * (x.dim() - 2), 3, x.size(-1))[-x.dim() :]
+        call = (torch.randn(shape, dtype=x.dtype, device=x.device),), {}
+        others = [Checked("", calls, vars(m)[FUSED], log) for m, (calls, log) in _checked.items()]
+        count = len(others)
+        try:
+            forward, *_ = fuse("", module, [call], "full", others)
+        except Exception as error:  # a forward may raise anything on random numbers
+            warn(type(module), str(reason_of(error)))
+            return False
+    for new in others[count:]:
+        _checked[module] = new.calls, new.log
+    return forward
+
+
+def is_readable(module: nn.Module, x: Tensor) -> bool:
+    """Returns whether a check can run now: not in inference mode, under torch.func or in a CUDA graph capture, and not on
+    tensors without values, of subclasses (fake, sharded) or of a flat parameter, as FullyShardedDataParallel's."""
+    plain = type(x) is Tensor and not x.is_meta and all(p.is_leaf for p in module.parameters())
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return plain and not (captured or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active())
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    """Computes what the class's forward does, as one fused op that saves x, or as an activation checkpoint."""
+    if torch.compiler.is_compiling():
+        return type(module).forward(module, x)
+    forward = vars(module).get(FUSED)
+    # a reentrant checkpoint trains without gradients first, and must sample the same dropout as its recompute
+    if forward is None and (torch.is_grad_enabled() or module.training) and is_readable(module, x):
+        forward = vars(module)[FUSED] = read(module, x)
+    if (
+        forward
+        and forward.module is module
+        and forward.watch.unchanged()
+        and forward.segment_of(pattern_of((x,), [])) is not None
+    ):
+        return forward(x)
+    return composed(MethodType(type(module).forward, module), x)
 
 
 class SwiGLUMLP(nn.Module):
-    """Computes down_proj(act_fn(gate_proj(x)) * up_proj(x)) as one region that saves x: `ckptkern.gated_mlp`."""
+    """Computes a gated MLP, down_proj(act_fn(gate_proj(x)) * up_proj(x)), as one region that saves x: `ckptkern.mlp_block`."""
 
     has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
-        activation, linears = activation_in(self), (self.gate_proj, self.up_proj, self.down_proj)
-        if activation is None or not unmodified(nn.Linear, *linears):
-            return own_forward(self, x)
-        weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
-        return gated_mlp(x, *weights, activation, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
+        return run(self, x)
 
 
 class GeGLUMLP(nn.Module):
@@ -57,62 +96,21 @@ class GeGLUMLP(nn.Module):
     forward = SwiGLUMLP.forward
 
 
-class SwiGLUMLPLayout(nn.Module):
-    """Takes the place of a model's gated MLP class, such as LlamaMLP, when `from_pretrained` builds the model."""
-
-    def __init__(self, config: Any):
-        super().__init__()
-        d, n, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
-        self.gate_proj, self.up_proj = (nn.Linear(d, n, bias=bias) for _ in range(2))
-        self.down_proj = nn.Linear(n, d, bias=bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 class MLP(nn.Module):
-    """Computes fc2(activation_fn(fc1(hidden_states))) as one region that saves its input: `ckptkern.mlp`."""
+    """Computes fc2(activation_fn(fc1(x))) as one region that saves x: `ckptkern.mlp_block`."""
 
     has_backward = True
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        activation, linears = activation_in(self), (self.fc1, self.fc2)
-        if activation is None or not unmodified(nn.Linear, *linears):
-            return own_forward(self, hidden_states)
-        return mlp(hidden_states, *(p for linear in linears for p in (linear.weight, linear.bias)), activation)
+    forward = SwiGLUMLP.forward
 
 
 class RMSNormMLP(nn.Module):
-    """Computes an RMSNorm and the gated MLP behind it as one region that saves the norm's input: `ckptkern.mlp_block`."""
+    """Computes an RMSNorm and the MLP behind it as one region that saves the norm's input: `ckptkern.mlp_block`."""
 
     has_backward = True
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        norm, mlp = self.norm, self.mlp
-        activation, linears = activation_in(mlp), (mlp.up_proj, mlp.down_proj, mlp.gate_proj)
-        # "RMSNormZeroCentered" multiplies by 1 + weight
-        fits = type(norm).kernel_layer_name == "RMSNorm" and untouched(norm) and untouched(mlp)
-        if activation is None or not fits or not unmodified(nn.Linear, *linears):
-            return own_forward(self, hidden_states)
-        up, down, gate = linears
-        return mlp_block(
-            hidden_states,
-            up.weight,
-            up.bias,
-            down.weight,
-            down.bias,
-            activation,
-            gate_weight=gate.weight,
-            gate_bias=gate.bias,
-            norm="rms",
-            norm_weight=norm.weight,
-            norm_eps=norm.variance_epsilon,
-            residual=False,
-        )
+    forward = SwiGLUMLP.forward
 
 
-class RMSNormMLPLayout(nn.Module):
+class Neighbours(nn.Module):
     """Holds the norm and the MLP of a decoder layer in the norm's place; the MLP's place is empty.
 
     Checkpoints keep the names of Llama's layers."""
@@ -128,6 +126,9 @@ class RMSNormMLPLayout(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.mlp(self.norm(hidden_states))
+
+
+RMSNormMLPLayout = Neighbours  # models initialise the weight of a class that is called an RMSNorm
 
 
 class Experts(nn.Module):

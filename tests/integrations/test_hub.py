@@ -1,11 +1,14 @@
 """The kernels repository and the functions that `register` registers, against transformers' eager models."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ckptkern import hub, memory
 from ckptkern.hub.functions import attention_forward
@@ -69,6 +72,98 @@ def test_a_layer_is_stateless_and_has_the_signature_of_what_it_replaces(layer, m
     module = layers if module is None else getattr(transformers.models, module)
     module = module if module is layers else getattr(module, f"modeling_{module.__name__.rpartition('.')[2]}")
     _validate_layer(check_cls=getattr(module, replaced), cls=getattr(layers, layer), repo=layer)
+
+
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
+SPARSE = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "activation_sparsity_pattern": [0.9]}
+MLPS = [  # a class, its configuration, its other arguments; the layer; whether it is one fused op
+    ("llama", "LlamaMLP", "LlamaConfig", WIDTHS, (), "SwiGLUMLP", True),
+    ("falcon_h1", "FalconH1MLP", "FalconH1Config", WIDTHS | {"mlp_multipliers": [0.7, 1.3]}, (), "SwiGLUMLP", False),
+    ("t5gemma", "T5GemmaMLP", "T5GemmaModuleConfig", WIDTHS | {"dropout_rate": 0.5}, (), "GeGLUMLP", True),
+    ("gemma3n", "Gemma3nTextMLP", "Gemma3nTextConfig", WIDTHS | SPARSE, (0,), "GeGLUMLP", False),
+    ("phi3", "Phi3MLP", "Phi3Config", WIDTHS | {"pad_token_id": 0}, (), "SwiGLUMLP", True),
+    ("clip", "CLIPMLP", "CLIPTextConfig", WIDTHS, (), "MLP", True),
+]
+
+
+def fresh_mlp(family, cls, config, options, arguments, layer):
+    """Returns a module of transformers with a layer of ours, as `kernels.kernelize` sets it."""
+    layers = importlib.import_module("ckptkern.hub.layers")
+    module = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), cls)
+    module = module(getattr(transformers, config)(**options), *arguments)
+    module.forward = MethodType(getattr(layers, layer).forward, module)
+    return module, layers
+
+
+@pytest.mark.parametrize("case", MLPS, ids=lambda case: case[1])
+def test_a_layer_computes_what_its_module_computes(case, recwarn):
+    """With multipliers, dropout, a sparse activation, or one weight for gate and up; what is not one op warns once."""
+    *case, is_fused = case
+    recwarn.clear()
+    for _ in range(2):
+        module, layers = fresh_mlp(*case)
+        x, state = torch.randn(2, 5, 32, requires_grad=True), torch.get_rng_state()
+        module.eval()
+        with memory.saved_tensors(module) as saved:
+            y = module(x)
+        assert torch.equal(state, torch.get_rng_state())
+        assert saved.bytes == x.nbytes
+        expected = type(module).forward(module, x)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(out.sin().sum(), (x, *module.parameters())) for out in (y, expected))
+        )
+        module.train()
+        assert torch.equal(module(x), module(x)) == ("dropout_rate" not in case[3])
+        assert bool(vars(module)[layers.FUSED]) == is_fused
+    assert [case[1] in str(warning.message) for warning in recwarn] == [True] * (not is_fused)
+
+
+def test_a_layer_sees_changes_after_its_first_call(recwarn):
+    """A hook on the activation, another dropout, other dims, and a call before gradients are wanted."""
+    module, layers = fresh_mlp(*MLPS[2][:-1])
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    with torch.no_grad():
+        module.eval()(x)
+    assert layers.FUSED not in vars(module)
+    module(x)
+
+    def check(x):
+        with memory.saved_tensors(module) as saved:
+            y = module(x)
+        assert saved.bytes == x.nbytes
+        torch.testing.assert_close(y, type(module).forward(module, x))
+
+    check(x)
+    hook = module.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
+    check(x)
+    hook.remove()
+    check(torch.randn(5, 32, requires_grad=True))
+    module.train().dropout.p = 0.0
+    check(x)
+    assert not list(recwarn)  # of convert, whose remedies are not for layers
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_is_checked_inside_a_checkpoint(use_reentrant):
+    """The check saves nothing for the outer checkpoint, and dropout is the same in its forward and its recompute."""
+    family, cls, config, _, *rest = MLPS[2][:-1]
+    module, layers = fresh_mlp(family, cls, config, dict.fromkeys(WIDTHS, 32) | {"dropout_rate": 0.5}, *rest)
+    torch.nn.init.eye_(module.down_proj.weight)
+    y = checkpoint(module, torch.randn(3, 32, requires_grad=True), use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert vars(module)[layers.FUSED]
+    torch.testing.assert_close(
+        module.down_proj.weight.grad, y.detach().sum(0).expand(32, 32)
+    )  # of what y has not dropped
+
+
+def test_attention_of_one_query_reads_all_keys():
+    """As transformers' sdpa: a step of generation passes is_causal=True without a mask."""
+    module, (q, k, v) = torch.nn.Module(), torch.randn(3, 2, 4, 6, 8)
+    actual, _ = attention_forward(module, q[:, :, :1], k, v, None, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :1], k, v)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
 def step(model, **call):
