@@ -28,7 +28,7 @@ from .moe import MoEBlock, moe_block
 from .moe import gather as gather_moe
 from .moe import saves as moe_saves
 from .registration.functions import build
-from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
+from .registration.op import SublayerOp, in_order, rows_2d, unflattened
 from .sublayer.residual import drawn
 
 AnyOptions = AttentionOptions | LatentOptions
@@ -108,7 +108,7 @@ class TransformerLayer(SublayerOp):
             own = needs >> 1 + i * A & (1 << A) - 1
             formed = own << 1 | before
             before |= own != 0
-            sublayer, f = cls.attention.Sublayer(mid, t, options, shares=True), None
+            sublayer = cls.attention.Sublayer(mid, t, options, shares=True)
             core = {name: saved.pop(f"{name}{i}") for name in saved_of(options, o)}
             mid = core.pop("mid", None)
             if o.parallel:
@@ -116,23 +116,23 @@ class TransformerLayer(SublayerOp):
             elif mid is None:  # the next sublayer's input, from core attention, which is recomputed if it was not saved
                 if not core:  # with raw projections, as backward reads them; groups of heads project again
                     core = sublayer.attend(save_raw=sublayer.division.groups == 1)
-                f = sublayer.branch(core)
-                mid = unflattened(sublayer.output(f), x)
-                f = f if "f" in sublayer.plan(needed_names(kind, formed), core, None).values else None
+                mid = unflattened(sublayer.output(sublayer.branch(core)), x)
             sublayer.held.clear()  # frees dequantised weights: the next sublayer has a workspace of its own
-            cores.append((sublayer, core, f, formed))
-        sublayer = core = f = None
+            cores.append((sublayer, core, formed))
+        sublayer = core = None
         of_last = needs >> 1 + len(attentions) * A << 1 | (needs & 1 if o.parallel else before)
         grads = last.gradients(rows_2d(dy), mid, t_last, o.mlp, saved, of_last) if of_last else {}
         mid = None
         results = in_order(grads, last.Tensors, of_last)[1:]
-        dx_last = grads.get("x")
-        d = dy if o.parallel else dx_last
+        d = grads.pop("x", None)
+        d, dx_last = (dy, d) if o.parallel else (d, None)
         while cores:
-            sublayer, core, f, formed = cores.pop()
-            grads = sublayer.backward(rows_2d(d), core, formed, f) if formed else {}
-            d = grads.get("x")
+            sublayer, core, formed = cores.pop()
+            if formed:
+                core["dy"], d = rows_2d(d), None  # which ends where it has been read
+            grads = sublayer.backward(core, formed) if formed else {}
             results = in_order(grads, kind, formed)[1:] + results
+            d = grads.pop("x", None)
         if o.parallel and needs & 1:
             d = d + dx_last
         return [d if needs & 1 else None, *results]

@@ -230,3 +230,29 @@ def test_the_workspace_counts_what_a_pass_holds(entry: Entry, backend: str, monk
                 f"{case} on {backend}: {('forward', 'backward')[place]} holds {held} transient bytes in a workspace of "
                 f"{4 * least}"
             )
+
+
+def test_a_norm_after_the_sublayers_holds_one_tensor_more_than_one_before():
+    """The residual stream before the norm; what a sublayer's backward has read ends there."""
+    tokens, d = 2048, 64
+    make = torch.Generator().manual_seed(0)
+    shapes = dict(qkv=(3 * d, d), out=(d, d), up=(4 * d, d), down=(d, 4 * d))
+    weights = {name: torch.randn(shape, generator=make).requires_grad_() for name, shape in shapes.items()}
+    gains = [torch.ones(d, requires_grad=True) for _ in range(2)]
+    x = torch.randn(1, tokens, d, generator=make, requires_grad=True)
+    leaves = [x, *weights.values(), *gains]
+
+    def peak(norm_first: bool) -> int:
+        attention, mlp = (dict(norm="rms", norm_weight=gain, norm_first=norm_first) for gain in gains)
+        for arguments, names in ((attention, ("qkv", "out")), (mlp, ("up", "down"))):
+            for name in names:
+                arguments |= {f"{name}_weight": weights[name], f"{name}_bias": None}
+        attention |= dict(num_heads=4, is_causal=True)
+        y = ckptkern.transformer_layer(x, attention, mlp, recompute="full", workspace=tokens * d * 8)
+        dy = torch.ones_like(y)
+        with peak_memory("cpu") as used:
+            torch.autograd.grad(y, leaves, dy)
+        return used.bytes
+
+    after, before = peak(False), peak(True)
+    assert after - before <= 1.5 * tokens * d * 4, (after, before)

@@ -305,7 +305,7 @@ class CoreSublayer(Sublayer):
 
     # -- backward
 
-    def plan(self, need: frozenset[str], saved: Saved, f: Tensor | None) -> Plan:
+    def plan(self, need: frozenset[str], saved: Saved, f: Tensor | None = None) -> Plan:
         at_hand = {"f"} if f is not None else set()
         for name, quantities in self.saved_as:
             if saved.get(name) is not None:
@@ -314,20 +314,21 @@ class CoreSublayer(Sublayer):
             type(self).table, (*self.layout, self.trailing, bool(self.o.post_norm)), need, frozenset(at_hand)
         )
 
-    def backward(self, dy: Tensor, saved: Saved, needs: int, f: Tensor | None = None) -> dict[str, Tensor | None]:
-        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; recomputes what was not saved.
+    def backward(self, saved: Saved, needs: int) -> dict[str, Tensor | None]:
+        """Returns gradients by name ("x" and the fields of the tensors); recomputes what was not saved.
 
-        f: the branch's result, if it has been recomputed.
+        saved: with "dy" [tokens, d], which is taken out, so that it ends where it has been read.
         """
-        need = needed_names(type(self.t), needs)
+        need, f = needed_names(type(self.t), needs), None
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
-        grads.plan = self.plan(need, saved, f)
-        if f is None and "f" in grads.plan.values:
+        grads.plan = self.plan(need, saved)
+        if "f" in grads.plan.values:
             # the input of a norm after the branch is needed before the gradient from which delta is computed
-            saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
+            if saved.get("out") is None:
+                saved |= self.attend(self.division.groups == 1)
             f = self.branch(saved)
             grads.plan = self.plan(need, saved, f)
-        dy, df, gradients = self.branch_gradients(dy, f, need)
+        dy, df, gradients = self.branch_gradients(saved.pop("dy"), f, need)
         f = du = None
         source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
         if "o" in self.updates and not grads.plan.formed.isdisjoint(("gated", *names_of("o"))):
@@ -453,7 +454,7 @@ class CoreOp(SublayerOp):
 
     @classmethod
     def gradients(cls, dy, x, t, o, saved, needs):
-        return cls.Sublayer(x, t, o, shares=True).backward(dy, saved, needs)
+        return cls.Sublayer(x, t, o, shares=True).backward(saved | {"dy": dy}, needs)
 
     @classmethod
     def in_torch_ops(cls, x, t, o):
