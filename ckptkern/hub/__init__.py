@@ -31,6 +31,7 @@ def kernel_config(layers: Mapping[Any, str]) -> Any:
     """
     from kernels import LocalLayerRepository, replace_kernel_forward_from_hub
     from transformers import KernelConfig
+    from transformers.utils import is_kernels_available
     from transformers.utils.kernel_config import infer_device
 
     for key, layer in layers.items():
@@ -40,6 +41,10 @@ def kernel_config(layers: Mapping[Any, str]) -> Any:
                 f"kernel_config: {layer} for {key!r}. RMSNormMLP takes two neighbours, whose patterns end in "
                 f"{' and '.join(NEIGHBOURS)}; other layers take the name of a class"
             )
+    if not is_kernels_available():
+        raise ImportError(
+            "kernel_config: transformers takes another version of kernels: pip install 'transformers[kernels]'"
+        )
     repositories = {key: f"{PATH}:{layer}" for key, layer in layers.items()}
 
     class LocalKernelConfig(KernelConfig):

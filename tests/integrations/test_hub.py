@@ -235,3 +235,10 @@ def test_causal_lm_loss(options, softcap):
     actual = hub.causal_lm_loss(hidden, weight, hidden_size=16, final_logit_softcapping=softcap, **options)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (actual, expected)))
+
+
+def test_a_version_of_kernels_that_transformers_does_not_take(monkeypatch):
+    pytest.importorskip("kernels")
+    monkeypatch.setattr(transformers.utils, "is_kernels_available", lambda: False)
+    with pytest.raises(ImportError, match="another version of kernels"):
+        hub.kernel_config({"LlamaMLP": "SwiGLUMLP"})
