@@ -278,34 +278,3 @@ def test_a_bias_is_added_in_an_epilogue(case, mode, workspace):
         gradients(call, call.make())
     assert biases.found
     assert all(result.is_contiguous() for result in biases.found)
-
-
-class Roots(TorchDispatchMode):
-    """Counts the rows of the roots that backward of an RMS norm in PyTorch ops computes."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.rsqrt:
-            self.rows.append(out.shape[0])
-        return out
-
-
-def test_a_norm_over_all_heads_fits_the_workspace():
-    torch.manual_seed(0)
-    x, *weights = (torch.randn(shape) / 4 for shape in [(300, 32), *[(32, 32)] * 4])
-    norms = torch.rand(2, 32).unbind()
-    leaves = [tensor.requires_grad_() for tensor in (x, *weights, *norms)]
-
-    def backward(workspace):
-        y = ckptkern.attention_block(x, weights[:3], None, weights[3], None, 4, qk_norm=norms, workspace=workspace)
-        with bodies_seen(), Roots() as roots:
-            return torch.autograd.grad(y.square().sum(), leaves), roots.rows
-
-    whole, in_chunks = backward(2**30), backward(1)
-    torch.testing.assert_close(in_chunks[0], whole[0])
-    assert set(whole[1]) == {300}
-    assert max(in_chunks[1]) < 300

@@ -209,7 +209,7 @@ class AttentionSublayer(CoreSublayer):
         p, o, out = self.p, self.o, None if keeps_raw else raw
         weight, bias, normed = getattr(self.t, name), getattr(self.t, f"{name}_bias"), not self.rotates
         if over_all_heads(weight, self.D):
-            raw = self.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
+            raw = p.norm_fwd(in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype).view(raw.shape)
             weight, bias, out, normed = None, None, raw, self.angles[0] is None
         if not normed:
             options = dict(bias=bias, kind=o.qk_norm, out=out)
@@ -298,8 +298,7 @@ class AttentionSublayer(CoreSublayer):
         if over_all_heads(weight, self.D):
             if self.angles[0] is not None:
                 dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
-            rows = in_rows(dy), in_rows(raw)
-            dx, *of_norm = self.norm_bwd(*rows, weight, o.qk_norm_eps, o.qk_norm, overwrites=True, **needs)
+            dx, *of_norm = self.p.norm_bwd(in_rows(dy), in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
             dx = dx.view(dy.shape)
         else:
             options = dict(kind=o.qk_norm, out=place, **needs)
