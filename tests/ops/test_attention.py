@@ -192,6 +192,41 @@ def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
     assert list(dict.fromkeys(counts)) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("packed", [False, True], ids=["three weights", "packed"])
+@pytest.mark.parametrize("H_kv", [1, 2])
+def test_groups_share_heads_of_k_and_v(H_kv, packed, dtype):
+    """In a small workspace each query head is a group, at every option that reads k or v."""
+    torch.manual_seed(0)
+    sizes = [(40, 16), (16 + 8 * H_kv, 16), (16 + 8 * H_kv,), (16, 16), (4,), (4,), (4, 16), (4 * H_kv, 4)]
+    leaves = [(torch.randn(size, dtype=dtype) / 2).requires_grad_() for size in sizes]
+
+    def backward(workspace, recompute):
+        x, weight, bias, out, *norms, a, b = leaves
+        layers, lora = (weight, bias), {"k": ckptkern.LoRA(a, b, 1.0)}
+        if packed:
+            lora = None
+        else:
+            layers = [tensor.split([16, 4 * H_kv, 4 * H_kv]) for tensor in layers]
+        y = ckptkern.attention_block(
+            x, *layers, out, None, 4, H_kv, qk_norm=norms, rotary=100.0, is_causal=True, lora=lora, recompute=recompute,
+            workspace=workspace,
+        )  # fmt: skip
+        return torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+
+    def groups(workspace):
+        with pytest.MonkeyPatch.context() as patch:
+            seen, divide = [], sublayer.division
+            patch.setattr(sublayer, "division", lambda *args: seen.append(divide(*args)) or seen[-1])
+            return [backward(workspace, mode) for mode in ("none", "selective", "full")], {d.groups for d in seen}
+
+    whole, count = groups(2**30)
+    assert count == {1}
+    parts, count = groups(1)
+    assert count == {4}
+    torch.testing.assert_close(parts, whole)
+
+
 AFTER_CORE = {"o", "gated", "f", "z", "y"}
 
 

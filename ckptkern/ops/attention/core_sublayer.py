@@ -20,7 +20,7 @@ from ..sublayer.lora import LowRank, names_of, reference_linear
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import Division, PositionTensors, batch_and_rows
+from .tensors import Division, PositionTensors, batch_and_rows, part_of
 
 # Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
 # reads besides the quantity's gradient and the parameters.
@@ -102,7 +102,8 @@ class Gradients:
     tensor; where all groups read the same weight, a float32 sum is rounded once.
 
     t: the parameters, a NamedTuple; parts: the number of addends of a sum. A gradient that was added to a main_grad is
-    None. totals: the gradients of the projections' inputs, summed over groups.
+    None. totals: the gradients of the projections' inputs, summed over groups; shared: those of k and v, until the last group
+    that shares these.
     """
 
     plan: Plan
@@ -113,6 +114,7 @@ class Gradients:
         self.grads: dict[str, Any] = {}
         self.wholes: dict[str, Tensor] = {}
         self.totals: dict[str, Tensor] = {}
+        self.shared: dict[int, Tensor] = {}
 
     def whole(self, name: str) -> Tensor:
         """Returns the tensor that the parts of a gradient are written into."""
@@ -232,17 +234,18 @@ class CoreSublayer(Sublayer):
         H, part.places = o.num_heads // count, {}
         for name, dim in self.of_heads().items():
             if (whole := getattr(t, name)) is not None and whole.shape[dim] > 1:
-                n = whole.shape[dim] // count
-                part.places[name] = (slice(None),) * dim + (slice(index * n, (index + 1) * n),)
+                part.places[name] = (slice(None),) * dim + (part_of(whole.shape[dim], index, count),)
         part.t = t._replace(**{name: getattr(t, name)[place] for name, place in part.places.items()})
-        counts = {name: getattr(o, name) // count for name in ("num_heads", "num_kv_heads") if name in o._fields}
+        counts = {
+            name: max(getattr(o, name) // count, 1) for name in ("num_heads", "num_kv_heads") if name in o._fields
+        }
         part.o, part.core = o._replace(**counts), self.core.of_heads(index * H, H, o.num_heads)
         return part
 
     def own(self, heads: Tensor, dim: int = 1) -> Tensor:
         """Returns this group's part of a tensor with all heads along `dim`."""
-        n = heads.shape[dim] // self.count
-        return heads if self.count == 1 else heads.narrow(dim, n * self.index, n)
+        place = (slice(None),) * dim + (part_of(heads.shape[dim], self.index, self.count),)
+        return heads if self.count == 1 else heads[place]
 
     def add_part(self, name: str, grad: Tensor | None, grads: Gradients) -> None:
         """Adds this group's gradient of a parameter: its own part, or an addend where all groups read the parameter."""

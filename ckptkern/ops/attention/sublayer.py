@@ -34,6 +34,7 @@ from .tensors import (
     Projection,
     division,
     over_all_heads,
+    part_of,
 )
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
@@ -91,9 +92,11 @@ class AttentionSublayer(CoreSublayer):
             blocks.append(("g", 0, t.wg.shape[0], False))
         self.projections, self.shapes = [], []
         for letter, start, width, of_key_value in blocks:
-            weight, bias, rows, n = getattr(t, f"w{letter}"), getattr(t, f"b{letter}"), None, width // count
+            weight, bias, rows = getattr(t, f"w{letter}"), getattr(t, f"b{letter}"), None
+            part = part_of(width, index, count, 1 if letter == "g" else self.D)
+            n = part.stop - part.start
             if n < weight.shape[0]:
-                rows = slice(start + index * n, start + (index + 1) * n)
+                rows = slice(start + part.start, start + part.stop)
                 weight, bias = weight[rows], None if bias is None else bias[rows]
             self.projections.append(Projection(letter, weight, bias, of_key_value, rows))
             self.shapes.append(((self.key_value if of_key_value else self.x).shape[0], n))
@@ -343,9 +346,17 @@ class AttentionSublayer(CoreSublayer):
         updates, and of h and key_value to the totals, which several groups sum in float32. results: from
         `core_gradients`."""
         formed, layers = grads.plan.formed, {False: [], True: []}
-        for part, d in zip(self.projections, self.projected_gradients(results, grads), strict=True):
+        sharers = self.count // self.whole.o.num_kv_heads if self.count > 1 else 1  # groups that share k and v
+        for i, (part, d) in enumerate(zip(self.projections, self.projected_gradients(results, grads), strict=True)):
             if d is None:
                 continue
+            if sharers > 1 and i in (1, 2):  # k and v, with the last of these groups
+                before = grads.shared.pop(i, None)
+                d = d.to(eager.wide_of(d.dtype)) if before is None else before.add_(d)
+                if (self.index + 1) % sharers:
+                    grads.shared[i] = d
+                    continue
+                d = d.to(self.o.dtype)
             reads, update, du = "key_value" if part.of_key_value else "h", self.update(part), None
             if update is not None and not formed.isdisjoint((reads, *names_of(part.letter))):
                 du = update.inner_gradient(d)

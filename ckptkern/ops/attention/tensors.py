@@ -113,8 +113,15 @@ class Division(NamedTuple):
     chunks: list[tuple[int, int]]
 
 
+def part_of(n: int, index: int, count: int, unit: int = 1) -> slice:
+    """Returns the part of group `index` of `count` in n rows or heads, at least a unit, which several groups may share."""
+    first = n * index // count // unit * unit
+    return slice(first, first + max(n // count, unit))
+
+
 def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
-    """Returns the fewest groups that each fit the workspace, for x [tokens, d], at most one for each kv head.
+    """Returns the fewest groups that each fit the workspace, for x [tokens, d], at most one for each query head. More groups
+    than kv heads share these.
 
     If h does not fit beside one kv head, it is computed in chunks. A norm over all heads needs one group. Without a
     workspace there is one group and one chunk, so no comparison depends on symbolic sizes.
@@ -128,24 +135,26 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
     # result, unless these are the gradients of x and y
     dh = 4 * d if size < 4 else d * size if x.dtype != o.dtype else 0
     held = (o.recompute == "full") + (t.wg is not None or o.gate_in_query)
-    others, of_heads = rows * max(held * width * size, df + dh), bytes_of_heads(rows, t, o)
+    others = rows * max(held * width * size, df + dh)
     # the core's blocks of queries, a rank's rows by all columns, take the other half
     room = o.workspace // 2 if o.context is not None and o.backend == "eager" else o.workspace
-    if of_heads + rows * h + others <= room:
+    if bytes_of_heads(rows, t, o) + rows * h + others <= room:
         return Division(1, whole)
     all_heads = over_all_heads(t.q_norm, D) or over_all_heads(t.k_norm, D)
     drops = t.lora_rng is not None and t.o_lora_a is not None
+    apart = o.qkv_layout == "heads" or o.context is not None or (t.k_norm is not None and t.k_norm.dim() == 2)
     counts = []
-    for n in range(1, 2 if all_heads else o.num_kv_heads + 1):
+    for n in range(1, 2 if all_heads else (o.num_kv_heads if apart else o.num_heads) + 1):
         spread = o.context is None or o.context.exchange != "heads" or o.num_kv_heads // n % o.context.size == 0
         # kernels draw masks of 32 n columns, also for the output's low-rank update
         drawn = n == 1 or not drops or o.backend == "eager" or o.num_heads // n * D % 32 == 0
-        if o.num_kv_heads % n == 0 and spread and drawn:
+        is_equal = o.num_kv_heads % n == 0 or (n % o.num_kv_heads == 0 and o.num_heads % n == 0)
+        if is_equal and spread and drawn:
             counts.append(n)
     chunks = token_chunks(rows, h * 4, o.workspace // 4)  # besides a norm's transient tensors
     for beside, rows_of_h in ((rows * h + others, whole), (others, chunks)):
         for n in counts:
-            if of_heads <= (room - beside) * n:
+            if bytes_of_heads(rows, t, o, n) <= room - beside:
                 return Division(n, rows_of_h)
     return Division(counts[-1], chunks)
 
@@ -167,23 +176,24 @@ def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
     return h, e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
 
 
-def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
-    """Returns the transient bytes of all heads at once, in the pass that needs more.
+def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions, groups: int = 1) -> int:
+    """Returns the transient bytes of a group of heads, in the pass that needs more.
 
     Both passes hold q, k, v, the gate and its sigmoid, o, and rotated copies of q and k if they are not rotated in place.
     Backward adds do, dq, dk, dv, the gate's gradient, a joint buffer if the projections need one, and temporaries of
     PyTorch ops.
     """
-    width, size, eagerly = t.wo.shape[1], o.dtype.itemsize, o.backend == "eager"
+    D, size, eagerly = t.wo.shape[1] // o.num_heads, o.dtype.itemsize, o.backend == "eager"
     key_value_rows = rows if t.key_value is None else row_count(t.key_value)
-    q, kv = rows * width, key_value_rows * o.num_kv_heads * (width // o.num_heads)
-    gate = q if o.gate_in_query else 0 if t.wg is None else rows * t.wg.shape[0]
+    H, H_kv = o.num_heads // groups, max(o.num_kv_heads // groups, 1)
+    q, kv = rows * H * D, key_value_rows * H_kv * D
+    gate = q if o.gate_in_query else 0 if t.wg is None else rows * t.wg.shape[0] // groups
     qkv = q + gate + 2 * kv
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
     # torch's attention on a CPU and memory-efficient attention repeat k and v for the heads of q, and sum their gradients;
     # flash attention sums these too, and dq in float32
-    of_queries = 2 * kv // o.num_kv_heads * o.num_heads if o.num_heads != o.num_kv_heads else 0
+    of_queries = 2 * kv // H_kv * H if H_kv != H else 0
     repeated = of_queries if eagerly or o.fused == "efficient" else 0
     grads = q + 2 * kv + (of_queries + 4 * q // size if o.fused == "flash" else repeated)
     core = raw + copies + repeated + 3 * q + grads + 2 * gate
@@ -195,5 +205,6 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
         core += 2 * kv + o.context.size * kv * (4 + 4 * (max(4, size) // size))
     elif o.context is not None:  # this rank's heads q, k, v, do and o, sent and arrived
         core += 3 * (3 * q + 2 * kv)
-    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, delta twice; two more with sinks
+    of_rows = (3 if t.sinks is None else 5) * 4 * rows * H  # lse, delta twice; two more with sinks
+    of_rows += 8 * kv if groups > o.num_kv_heads else 0  # sums of dk and dv over groups
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows
