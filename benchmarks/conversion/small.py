@@ -21,13 +21,14 @@ def sizes(
     """Returns sizes, and the names that configurations have for them. A configuration's own names are set."""
     return [
         (width, "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim_model"),
-        (width, "embedding_size word_embed_proj_dim projection_dim decoder_hidden_size"),
+        (width, "embedding_size word_embed_proj_dim projection_dim decoder_hidden_size shape_embed_dim"),
+        (width, "pronunciation_embed_dim output_embedding_size input_embedding_size"),
         (
             hidden,
             "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim decoder_intermediate_size",
         ),
         (hidden, "feed_forward_size"),
-        (classes, "vocab_size"),
+        (classes, "vocab_size shape_vocab_size pronunciation_vocab_size"),
         (width // 2, "moe_intermediate_size shared_expert_intermediate_size"),
         (image, "image_size"),
         (layers, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"),
