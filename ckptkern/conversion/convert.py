@@ -33,7 +33,7 @@ from .blocks import error_of, is_layer, is_marked
 from .calls import check_keywords, pattern_of
 from .fuse import Checked, calls_of, fuse, runs_of
 from .groups import group_layers
-from .heads import NOT_RUN, Heads, Ran, scalars
+from .heads import NOT_RUN, Heads, Ran, before_head, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, removing_adapters, why_unreadable
@@ -156,6 +156,8 @@ class _Conversion:
             outcome, may_be = Outcome([]), self.include is None or matches(self.include, name, module)
             if may_be:
                 outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
+                if outcome.put is None and self.heads is not None and module in self.heads.before_heads:
+                    outcome = self.before_head(name, module) or outcome
             if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
                 outcome = Outcome([row_of(name, module, "ranks disagree on how to fuse this layer")])
             if outcome.put is not None:
@@ -208,8 +210,13 @@ class _Conversion:
 
         return Outcome([row], put)
 
+    def before_head(self, name: str, module: nn.Module) -> Outcome | None:
+        """Returns the outcome for a token-wise module before an LM head; None if it does not save less in chunks."""
+        row, forward = before_head(name, module, self.heads.before_heads[module], self.mlp) or (None, None)
+        return Outcome([row], lambda: self.set(row, module, forward)) if forward is not None else None
+
     def head(self, name: str, module: nn.Module) -> Outcome | None:
-        """Returns the outcome for an LM head, or for the norm before it; None for other modules."""
+        """Returns the outcome for an LM head; None for other modules."""
         row, forward = self.heads.row(name, module, self.mlp) if self.heads else (None, None)
         if forward is not None:
             return Outcome([row], lambda: self.set(row, module, forward))

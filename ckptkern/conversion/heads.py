@@ -215,10 +215,10 @@ class Head(Forward):
         return f"{why}. {AGAIN}" if why else ""
 
 
-# -- the norm before a head
+# -- the norm before a head, or another token-wise module
 
 
-class Norm(Forward):
+class BeforeHead(Forward):
     """Runs the class's forward in chunks of tokens that fit the workspace, saves its input, and recomputes each chunk in
     backward. It runs the forward unchanged at recompute="none", without gradients, under torch.compile, which recomputes
     elementwise ops itself, and in torch.func's transforms."""
@@ -232,36 +232,36 @@ class Norm(Forward):
             or is_compiling()
             or torch._C._are_functorch_transforms_active()
             or torch.jit.is_tracing()
-            or not any(map(requires_grad, (*args, *self.module.parameters(recurse=False))))
+            or not any(map(requires_grad, (*args, *self.module.parameters())))
         ):
             return self.original(*args, **kwargs)
         why = ""
         if len(args) != 1 or kwargs:
             why = "it is called with more than its input"
-        elif others := kinds_of((*args, *self.module.parameters(recurse=False))):
+        elif others := kinds_of((*args, *self.module.parameters())):
             why = f"its input or weight is a {others}"
         elif args[0].dim() < 2:
             why = "its input has no dimension of tokens"
-        elif hooked(self.module):
+        elif any(map(hooked, self.module.modules())):
             why = "it has a hook"
         if why:
             return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
         self.count("fused")
         x = args[0]
         workspace = choose_workspace("tiled", self.workspace, x)
-        return run_in_chunks(self.module, self.original, x, x.dim() - 2, None, workspace)
+        return run_in_chunks(self.module, self.original, x, x.dim() - 2, None, workspace, bool(self.module._modules))
 
 
-def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
-    """Returns (the norm's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
+def before_head(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
+    """Returns (the module's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
     input."""
-    forward = Norm(module, recompute)
+    forward = BeforeHead(module, recompute)
     row = Row(name, type(module).__name__, "tiled")
     try:
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
         row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
-    except Exception:  # a norm that cannot be replaced stays as it is
+    except Exception:  # what cannot be replaced stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
 
@@ -322,8 +322,8 @@ class Heads:
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
         candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
         self.logs: dict[nn.Module, list[tuple[Step, bool]]] = {m: [] for m in candidates}
-        # norms whose results are read by heads that become one op with their loss, with their inputs
-        self.norms: dict[nn.Module, Tensor] = {}
+        # modules whose results are read by heads that become one op with their loss, with their inputs
+        self.before_heads: dict[nn.Module, Tensor] = {}
         self.refused = "" if ran.counts else NO_LABELS
         if candidates and not self.refused:
             try:
@@ -336,16 +336,18 @@ class Heads:
         """Calls the model with these layers as heads, and returns the log of each. Raises Unreadable if the model returns
         another loss."""
         (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
-        norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
+        noted: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
 
         def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
-                norms.append((module, upcast(module)(args[0]), y.detach()))
+                noted.append((module, upcast(module)(args[0]), y.detach()))
 
         with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards
-            for m in list(self.model.modules()):
-                dims = {p.dim() for p in m.parameters()}
-                if dims == {1} and not [*m.children(), *m.buffers()] and untouched(m) and dense(m):  # it may be a norm
+            for name, m in list(self.model.named_modules()):
+                parts, dims = [*m.modules()], {p.dim() for p in m.parameters()}
+                in_no_layer = 1 < len(parts) < 9 and not any(map(str.isdigit, name.split(".")))
+                may_be = dims == {1} if len(parts) == 1 else dims and in_no_layer
+                if may_be and not [*m.buffers()] and all(untouched(part) and dense(part) for part in parts):
                     m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
                 head.log, module.forward = [], head
@@ -359,14 +361,12 @@ class Heads:
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
         fused = [head for head in heads.values() if any(covered for _, covered in head.log)]
         inputs = {x.untyped_storage()._cdata for head in fused for x in head.inputs}
-        self.norms = {module: x for module, x, y in norms if y.untyped_storage()._cdata in inputs}
+        self.before_heads = {module: x for module, x, y in noted if y.untyped_storage()._cdata in inputs}
         return {module: head.log for module, head in heads.items()}
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Forward | None]:
         """Returns the module's row in the table, and its new forward if it is replaced. The row is None for a layer that is
-        not a head, and for a norm that does not save less in chunks."""
-        if module in self.norms and (norm := replaced_norm(name, module, self.norms[module], recompute)):
-            return norm
+        not a head."""
         row = Row(name, type(module).__name__, None)
         if module not in self.logs:
             row.reason = NO_LOSS
