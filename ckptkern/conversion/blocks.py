@@ -76,8 +76,8 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
     with seeded(), unmoved(module), random_parameters(module):
         module.train()
         before, states, flat = held_by(module), drawn_elsewhere(), leaves_of(mapped(wide, call))
-        x = next(i for i, value in enumerate(flat) if is_floating(value))
-        tensors = results(outputs, flat, [x], [p for p in module.parameters() if p.requires_grad])
+        x = [i for i, value in enumerate(flat) if is_floating(value)][:1]
+        tensors = results(outputs, flat, x, [p for p in module.parameters() if p.requires_grad])
         if filled := dict(set(held_by(module)) - set(before)):
             raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
         if states != drawn_elsewhere():

@@ -41,7 +41,7 @@ from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, class_of, set_class
-from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched, upcast
+from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, switched, tensors_in, upcast
 
 DROP_INS = {
     nn.MultiheadAttention: drop_ins.MultiheadAttention,
@@ -167,8 +167,12 @@ class _Conversion:
             before = None  # what the layer saves now, if an activation checkpoint may stand around it
             if is_block(name, module) or is_marked(module):
                 self.rows += outcome.rows
-                may_be_one = outcome.rows and not self.within and self.checkpoints and is_layer(name, module)
-                if may_be_one and module in self.calls and module not in self.hooked:
+                may_be_one = outcome.rows and not self.within and self.checkpoints and module not in self.hooked
+                if (
+                    may_be_one
+                    and module in self.calls
+                    and (is_layer(name, module) or embeds(name, self.calls[module][0]))
+                ):
                     before = saved_by(module, module.forward, without_caches(self.calls[module][0]))
             start, outer, self.within = len(self.rows), self.within, self.within or before is not None
             for child, m in module.named_children():
@@ -271,9 +275,10 @@ class _Conversion:
         try:
             if not (is_asked or inside is None or after is None or after < inside):
                 raise Unreadable("an activation checkpoint does not save less")
-            if is_asked and inside is None:
-                checkpoint.parts = None  # only what was checked runs in parts
-            else:
+            if (is_asked and inside is None) or embeds(row.name, call):
+                # only what was checked runs in parts; an embedding in parts would form its gradient for each
+                checkpoint.parts = None
+            if not is_asked or inside is not None:
                 error = error_of(checkpoint, call, is_asked)
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
@@ -372,6 +377,12 @@ def is_block(name: str, module: nn.Module) -> bool:
     """Returns whether a reader expects the module in the table: a member of a list of layers, or a module made of leaves
     only."""
     return name.rpartition(".")[2].isdigit() or all(map(is_leaf, module.children()))
+
+
+def embeds(name: str, call: Call) -> bool:
+    """Returns whether the module inside of a model is called with ids alone: a checkpoint of its sums and norms saves these."""
+    tensors = tensors_in(call)
+    return name != "" and bool(tensors) and not any(map(is_floating, tensors))
 
 
 def convert(

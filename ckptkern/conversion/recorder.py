@@ -420,9 +420,12 @@ def check_tensors(op: str, model: nn.Module, call: Call) -> None:
 
 def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None = None) -> int:
     """Returns the bytes that one training call of `run`, a forward of `module`, saves, besides parameters and the arguments
-    other than x. x: by default the first floating-point argument. Raises StopIteration if there is none."""
-    x = next(filter(is_floating, leaves_of(call))) if x is None else x
-    wanted, shared = x.detach().requires_grad_(), [tensor for tensor in tensors_in(call) if tensor is not x]
+    other than x. x: by default the first floating-point argument."""
+    x = next(filter(is_floating, leaves_of(call)), None) if x is None else x
+    wanted, shared = (
+        None if x is None else x.detach().requires_grad_(),
+        [tensor for tensor in tensors_in(call) if tensor is not x],
+    )
     args, kwargs = mapped(lambda tensor: wanted if tensor is x else tensor, call)
     with unmoved(module), torch.enable_grad():
         module.train()

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conversion.steps import saved
-from conversion.test_heads import LM, WIDTH, assert_same_step, ids
+from conversion.test_heads import LM, WIDTH, S, V, assert_same_step, ids
 from support.architectures import RMSNorm
 from torch import nn
 
 import ckptkern
-from ckptkern.conversion.heads import Norm
+from ckptkern.conversion.heads import BeforeHead
 from ckptkern.memory import peak_memory
 
 
@@ -44,6 +45,7 @@ def converted(norm, kind=LM, **options):
     torch.manual_seed(0)
     theirs = kind()
     theirs.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+    theirs.body.register_buffer("state", torch.zeros(()))  # so that body itself stays
     ours = copy.deepcopy(theirs)
     rows = ckptkern.convert(ours, ids(), ids(1), **options).rows
     return ours, theirs, next((row for row in rows if row.name == "body.1"), None)
@@ -82,7 +84,7 @@ def test_it_takes_tokens_in_chunks_within_the_workspace():
 def test_what_is_not_a_norm_of_each_token_or_saves_little_is_left(kind):
     ours, theirs, row = converted(kind())
     assert row is None or row.replaced_by is None
-    assert not isinstance(ours.body[1].forward, Norm)
+    assert not isinstance(ours.body[1].forward, BeforeHead)
     assert_same_step(ours, theirs)
 
 
@@ -103,3 +105,64 @@ def test_the_original_forward_runs_without_gradients_and_in_transforms():
         assert torch.equal(ours.body[1](x), theirs.body[1](x))
     gradients = [torch.func.grad(lambda x, norm=m.body[1]: norm(x).square().sum())(x) for m in (ours, theirs)]
     torch.testing.assert_close(*gradients)
+
+
+class Transform(nn.Module):
+    """BERT's, before its head."""
+
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.dense, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(p)
+
+    def forward(self, x):
+        return self.dropout(self.norm(F.gelu(self.dense(x))))
+
+
+class Embeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.norm = nn.Embedding(V, WIDTH), nn.Embedding(S, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids):
+        return self.norm(self.words(ids) + self.places(torch.arange(ids.shape[-1])))
+
+
+class Bert(LM):
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.body = Embeddings(), Transform(**options)
+        self.head.weight = self.embed.words.weight
+
+    def hidden(self, ids):
+        return self.body(self.embed(ids))
+
+
+def test_a_transform_before_the_head_and_embeddings_save_their_inputs():
+    torch.manual_seed(0)
+    theirs = Bert()
+    ours = copy.deepcopy(theirs)
+    conversion = ckptkern.convert(ours, ids(), ids(1), recompute="full")
+    assert {row.name: row.replaced_by for row in conversion.converted} == {
+        "embed": "checkpoint",
+        "body": "tiled",
+        "head": "linear_cross_entropy",
+    }
+    saves = {row.name: row.saved_after for row in conversion.converted}
+    assert (saves["embed"], saves["body"]) == (0, ids().numel() * WIDTH * 4)
+    assert_same_step(ours, theirs)
+    assert conversion.calls == {"fused": 4, "checkpointed": 2, "original": 0}
+    ours.body.dense.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="it has a hook"):
+        assert_same_step(ours, theirs)
+
+
+def test_dropout_of_a_transform_is_that_of_forward():
+    torch.manual_seed(0)
+    model = Bert(p=0.5)
+    conversion = ckptkern.convert(model, ids(), ids(1), recompute="full", workspace=1)
+    assert "body" in {row.name for row in conversion.converted}
+    x = torch.randn(512, WIDTH, requires_grad=True)
+    y = model.train().body(x)
+    y.sum().backward()
+    assert 0.3 < float((y == 0).float().mean()) < 0.7
+    torch.testing.assert_close(model.body.norm.bias.grad, 2.0 * (y != 0).float().sum(0))
