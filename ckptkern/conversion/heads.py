@@ -343,11 +343,17 @@ class Heads:
                 noted.append((module, upcast(module)(args[0]), y.detach()))
 
         with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards
+            of_heads = {inner for head in heads for inner in head.modules()}
             for name, m in list(self.model.named_modules()):
                 parts, dims = [*m.modules()], {p.dim() for p in m.parameters()}
                 in_no_layer = 1 < len(parts) < 9 and not any(map(str.isdigit, name.split(".")))
                 may_be = dims == {1} if len(parts) == 1 else dims and in_no_layer
-                if may_be and not [*m.buffers()] and all(untouched(part) and dense(part) for part in parts):
+                if (
+                    may_be
+                    and of_heads.isdisjoint(parts)
+                    and not [*m.buffers()]
+                    and all(untouched(p) and dense(p) for p in parts)
+                ):
                     m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
                 head.log, module.forward = [], head
