@@ -154,8 +154,8 @@ OPS = [
     Fault(
         "attention: every group writes the first columns of the output weight's gradient",
         "ckptkern/ops/attention/core_sublayer.py",
-        "part.places[name] = (slice(None),) * dim + (slice(«index * n, (index + 1) * n»),)",
-        "0, n",
+        "part.places[name] = (slice(None),) * dim + (part_of(whole.shape[dim], «index», count),)",
+        "0",
         (values("[attention_block-none"),),
     ),
     Fault(
