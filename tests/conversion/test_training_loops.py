@@ -42,7 +42,9 @@ LEFT_OUT = {("generate", "BERT"), ("generate", "ViT"), ("tokenizer", "ViT"), ("l
 REPLACED = {name: {"transformer_layer": 2, "linear_cross_entropy": 1} for name in MODELS}
 REPLACED["T5"] |= {"checkpoint": 2, "mlp_block": 2}  # in each stack the first layer returns its position bias, too
 REPLACED["LLaVA"] |= {"transformer_layer": 4, "mlp_block": 1}
+REPLACED["BERT"] |= {"checkpoint": 1}  # its embeddings, of which nothing trains beside adapters
 ADAPTED = REPLACED | {  # with LoRA on all linear layers
+    "BERT": {"transformer_layer": 2, "linear_cross_entropy": 1},
     "T5": {"transformer_layer": 2, "checkpoint": 2, "linear_cross_entropy": 1},
     "Qwen3-MoE": {"checkpoint": 2, "linear_cross_entropy": 1},  # of the router, too
 }
