@@ -171,7 +171,7 @@ class _Conversion:
                 if (
                     may_be_one
                     and module in self.calls
-                    and (is_layer(name, module) or embeds(name, self.calls[module][0]))
+                    and (is_layer(name, module) or embeds(name, module, self.calls[module][0]))
                 ):
                     before = saved_by(module, module.forward, without_caches(self.calls[module][0]))
             start, outer, self.within = len(self.rows), self.within, self.within or before is not None
@@ -275,7 +275,7 @@ class _Conversion:
         try:
             if not (is_asked or inside is None or after is None or after < inside):
                 raise Unreadable("an activation checkpoint does not save less")
-            if (is_asked and inside is None) or embeds(row.name, call):
+            if (is_asked and inside is None) or embeds(row.name, module, call):
                 # only what was checked runs in parts; an embedding in parts would form its gradient for each
                 checkpoint.parts = None
             if not is_asked or inside is not None:
@@ -379,10 +379,12 @@ def is_block(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2].isdigit() or all(map(is_leaf, module.children()))
 
 
-def embeds(name: str, call: Call) -> bool:
-    """Returns whether the module inside of a model is called with ids alone: a checkpoint of its sums and norms saves these."""
+def embeds(name: str, module: nn.Module, call: Call) -> bool:
+    """Returns whether the module inside of a model is called with ids alone: a checkpoint of its sums and norms saves these.
+    Embeddings with max_norm change their weights in forward, and sparse ones have other gradients."""
     tensors = tensors_in(call)
-    return name != "" and bool(tensors) and not any(map(is_floating, tensors))
+    plain = not any(isinstance(m, nn.Embedding) and (m.sparse or m.max_norm is not None) for m in module.modules())
+    return name != "" and plain and bool(tensors) and not any(map(is_floating, tensors))
 
 
 def convert(

@@ -119,9 +119,10 @@ class Transform(nn.Module):
 
 
 class Embeddings(nn.Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.words, self.places, self.norm = nn.Embedding(V, WIDTH), nn.Embedding(S, WIDTH), nn.LayerNorm(WIDTH)
+        self.words, self.norm = nn.Embedding(V, WIDTH, **options), nn.LayerNorm(WIDTH)
+        self.places = nn.Embedding(S, WIDTH)
 
     def forward(self, ids):
         return self.norm(self.words(ids) + self.places(torch.arange(ids.shape[-1])))
@@ -166,3 +167,11 @@ def test_dropout_of_a_transform_is_that_of_forward():
     y.sum().backward()
     assert 0.3 < float((y == 0).float().mean()) < 0.7
     torch.testing.assert_close(model.body.norm.bias.grad, 2.0 * (y != 0).float().sum(0))
+
+
+@pytest.mark.parametrize("options", [{"sparse": True}, {"max_norm": 1.0}, {"padding_idx": 3}], ids=str)
+def test_embeddings_with_other_gradients_or_forwards_are_left(options):
+    model = Bert()
+    model.embed, model.head = Embeddings(**options), nn.Linear(WIDTH, V)
+    conversion = ckptkern.convert(model, ids(), ids(1), recompute="full")
+    assert ("embed" in {row.name for row in conversion.converted}) == ("padding_idx" in options)
