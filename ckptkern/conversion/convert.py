@@ -380,10 +380,12 @@ def is_block(name: str, module: nn.Module) -> bool:
 
 
 def embeds(name: str, module: nn.Module, call: Call) -> bool:
-    """Returns whether the module inside of a model is called with ids alone: a checkpoint of its sums and norms saves these.
-    Embeddings with max_norm change their weights in forward, and sparse ones have other gradients."""
+    """Returns whether the module inside of a model is called with ids alone, and has no matrices but those of embeddings: a
+    checkpoint of its sums and norms saves the ids. Embeddings with max_norm change their weights in forward, and sparse ones
+    have other gradients."""
     tensors = tensors_in(call)
-    plain = not any(isinstance(m, nn.Embedding) and (m.sparse or m.max_norm is not None) for m in module.modules())
+    others = (m for m in module.modules() if not isinstance(m, nn.Embedding) or m.sparse or m.max_norm is not None)
+    plain = all(p.dim() < 2 for m in others for p in m.parameters(recurse=False))
     return name != "" and plain and bool(tensors) and not any(map(is_floating, tensors))
 
 

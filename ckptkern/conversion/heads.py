@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -252,13 +253,22 @@ class BeforeHead(Forward):
         return run_in_chunks(self.module, self.original, x, x.dim() - 2, None, workspace, bool(self.module._modules))
 
 
+def attributes_of(module: nn.Module) -> list[Any]:
+    return [value for m in module.modules() for value in vars(m).values()]
+
+
 def before_head(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
     """Returns (the module's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
     input."""
     forward = BeforeHead(module, recompute)
     row = Row(name, type(module).__name__, "tiled")
     try:
-        check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
+        with unmoved(module):
+            before = attributes_of(module)
+            check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
+            after = attributes_of(module)
+            if any(a is not b for a, b in itertools.zip_longest(before, after)):  # the last chunk would leave its own
+                return None
         runs = module.forward, forward
         row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
     except Exception:  # what cannot be replaced stays as it is
@@ -339,7 +349,8 @@ class Heads:
         noted: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
 
         def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
-            if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
+            is_one = len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor
+            if is_one and args[0].dim() > 1 and args[0].is_floating_point():  # ids would be cut along the batch
                 noted.append((module, upcast(module)(args[0]), y.detach()))
 
         with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards

@@ -175,3 +175,62 @@ def test_embeddings_with_other_gradients_or_forwards_are_left(options):
     model.embed, model.head = Embeddings(**options), nn.Linear(WIDTH, V)
     conversion = ckptkern.convert(model, ids(), ids(1), recompute="full")
     assert ("embed" in {row.name for row in conversion.converted}) == ("padding_idx" in options)
+
+
+class Bags(Embeddings):
+    def __init__(self, **options):
+        super().__init__()
+        self.words = nn.EmbeddingBag(V, WIDTH, **options)
+
+    def forward(self, ids):
+        return self.norm(self.words(ids.flatten()[:, None]).view(*ids.shape, WIDTH))
+
+
+@pytest.mark.parametrize("kind", [partial(Bags, sparse=True), partial(Bags, max_norm=1.0)])
+def test_embeddings_of_other_classes_are_left(kind):
+    model = Bert()
+    model.embed, model.head = kind(), nn.Linear(WIDTH, V)
+    conversion = ckptkern.convert(model, ids(), ids(1), recompute="full")
+    assert {row.name for row in conversion.converted} == {"body", "head"}
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm, self.dense = nn.Embedding(V, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        return self.norm(F.gelu(self.dense(self.words(ids))))
+
+
+class OfIds(LM):
+    def __init__(self):
+        super().__init__()
+        self.body = Whole()
+
+    def hidden(self, ids):
+        return self.body(ids)
+
+
+def test_a_model_that_is_called_with_ids_is_no_embedding():
+    conversion = ckptkern.convert(model := OfIds(), ids(), ids(1), recompute="full")
+    assert [row.name for row in conversion.converted] == ["head"]
+    wrapper = nn.Sequential()
+    wrapper.inner, wrapper.forward = ckptkern.revert(model), lambda *call: model(*call)
+    assert "inner" not in {row.name for row in ckptkern.convert(wrapper, ids(), ids(1), recompute="full").converted}
+
+
+class Keeping(Transform):
+    kept = None
+
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+def test_a_transform_that_keeps_a_tensor_is_left():
+    model = Bert()
+    model.body = Keeping()
+    conversion = ckptkern.convert(model, ids(), ids(1), recompute="full")
+    assert {row.name for row in conversion.converted} == {"embed", "head"}
+    assert model.body.kept is None
