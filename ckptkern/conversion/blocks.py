@@ -105,13 +105,13 @@ def error_of(forward: General, call: Call, is_asked: bool) -> float | None:
                 parts.is_whole, parts.why = True, f"its numbers differ in parts ({differs:.1e})"
         is_whole = parts is None or parts.is_whole
         (theirs, left), (ours, ours_left) = wanted, training_step(module, forward, call) if is_whole else in_parts
+        error = difference(ours, theirs)
     except Unreadable:
         raise
     except Exception as problem:  # a forward may raise anything on random parameters, and in a checkpoint
         if wanted is None and is_asked:
             return None
         raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
-    error = difference(ours, theirs)
     if not error <= (TOLERANCE if is_whole else ROUNDING):
         raise Unreadable(f"its numbers differ as an activation checkpoint ({error:.1e})")
     for expected, other in zip(left, ours_left, strict=True):

@@ -118,7 +118,7 @@ def example_of(call: Call, samples: int | None, tokens: int | None) -> Call:
     tensors = [tensor for tensor in tensors_in(call) if tensor.dim()]
     batch = tensors[0].size(0) if tensors else None
     ids = [t for t in tensors if t.dim() == 2 and t.size(0) == batch and t.dtype == torch.long and type(t) is Tensor]
-    ignored = sum((t < 0).sum(1) for t in ids)
+    ignored = sum((t < 0).sum(1).cpu() for t in ids)
     rows = ignored.argsort(stable=True)[:samples] if ids and samples else slice(samples)
     length = ids[0].size(1) if ids and tokens and ids[0].size(1) > tokens else None
     counted = [(t[rows] >= 0).any(0).nonzero() for t in ids if length and (t < 0).any()]
