@@ -221,11 +221,11 @@ def test_a_model_that_is_called_with_ids_is_no_embedding():
 
 
 class Keeping(Transform):
-    kept = None
+    last = None
 
     def forward(self, x):
-        self.kept = super().forward(x)
-        return self.kept
+        self.last = super().forward(x)
+        return self.last
 
 
 def test_a_transform_that_keeps_a_tensor_is_left():
@@ -233,4 +233,4 @@ def test_a_transform_that_keeps_a_tensor_is_left():
     model.body = Keeping()
     conversion = ckptkern.convert(model, ids(), ids(1), recompute="full")
     assert {row.name for row in conversion.converted} == {"embed", "head"}
-    assert model.body.kept is None
+    assert model.body.last is None
