@@ -275,7 +275,7 @@ class _Conversion:
         try:
             if not (is_asked or inside is None or after is None or after < inside):
                 raise Unreadable("an activation checkpoint does not save less")
-            if (is_asked and inside is None) or embeds(row.name, module, call):
+            if (is_asked and inside is None) or not any(map(is_floating, tensors_in(call))):
                 # only what was checked runs in parts; an embedding in parts would form its gradient for each
                 checkpoint.parts = None
             if not is_asked or inside is not None:

@@ -317,7 +317,7 @@ class CoreSublayer(Sublayer):
     def backward(self, saved: Saved, needs: int) -> dict[str, Tensor | None]:
         """Returns gradients by name ("x" and the fields of the tensors); recomputes what was not saved.
 
-        saved: with "dy" [tokens, d], which is taken out, so that it ends where it has been read.
+        saved: with "dy" [tokens, d]. It is emptied, so that each tensor ends where it has been read last.
         """
         need, f = needed_names(type(self.t), needs), None
         grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
@@ -337,7 +337,8 @@ class CoreSublayer(Sublayer):
             if of_heads := group.core_gradients(source, df, du, saved, grads):
                 group.add_projection_gradients(of_heads, source, grads)
         raw = getattr(source, "raw", None)
-        group = of_heads = source = saved = df = du = None  # frees what the input's gradient does not read
+        group = of_heads = source = df = du = None  # frees what the input's gradient does not read
+        saved.clear()
         dh = self.input_gradient(raw, grads)
         gradients |= grads.results()
         if dh is not None:
