@@ -31,9 +31,9 @@ from .families import disturbed
 from .small import built, calls, sizes
 
 MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING")
-SIZES = sizes(width=128, hidden=352, layers=4, classes=512, image=128, positions=2050)
+SIZES = sizes(width=128, hidden=352, layers=4, classes=512, image=384, positions=2050)  # 48 x 48 patches
 SECONDS = 180  # CPU seconds, at most, for a class
-SAMPLES = 16000  # of a waveform
+SAMPLES = 80000  # of a waveform: five seconds
 BOUNDS = {True: 0.6, False: 0.8}  # limits of the ratio to checkpointing's peak, for decoders and other models
 
 

@@ -21,20 +21,22 @@ def even(n: int, most: int) -> int:
 
 
 class Axis(NamedTuple):
-    """An axis of n entries in a tensor: dimension `dim` has size outer * n * inner, in this order."""
+    """An axis of n entries in a tensor: dimension `dim` has size outer * n * inner, in this order. halo: values after a slice
+    that it reads too, as a convolution's do."""
 
     dim: int
     outer: int = 1
     inner: int = 1
+    halo: int = 0
 
     def at(self, dim: int) -> Axis:
         return self._replace(dim=dim)
 
     def slice(self, tensor: Tensor, first: int, count: int) -> Tensor:
-        """Returns the entries [first, first + count) as a view, [..., count * inner, ...] if outer is 1, else
+        """Returns the entries [first, first + count) as a view, [..., count * inner + halo, ...] if outer is 1, else
         [..., outer, count, inner, ...]."""
         if self.outer == 1:
-            return tensor.narrow(self.dim, first * self.inner, count * self.inner)
+            return tensor.narrow(self.dim, first * self.inner, count * self.inner + self.halo)
         return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).narrow(self.dim + 1, first, count)
 
     def flat(self, part: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def followed(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     rule = RULES.get(name_of(node))
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _broadcast
-    cut = rule and rule(node, axis, n)
+    cut = rule and not axis.halo and rule(node, axis, n)
     # an operator that reads one tensor along two axes, as mm(x, x) does, would get the same slice for both
     return cut if cut and len(dict(cut.inputs)) == len(set(cut.inputs)) else None
 
@@ -203,14 +205,36 @@ def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
 
 
 def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
-    x, weight, bias, *_, groups = node.args[:9]
+    x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args[:9]
     others = [tensor for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
         return Cut([(x, axis), *((tensor, None) for tensor in others)])
+    if axis.outer != 1:
+        return None
+    if axis.dim > 1:
+        step, pad, apart = (values[(axis.dim - 2) % len(values)] for values in (stride, padding, dilation))
+        if is_transposed or pad:
+            return None
+        along = Axis(axis.dim, 1, axis.inner * step, apart * (shape_of(weight)[axis.dim] - 1) + 1 - step)
+        return Cut([(x, along), *((tensor, None) for tensor in others)])
+    cut = [(tensor, Axis(0, 1, shape_of(tensor)[0] // n)) for tensor in others]
+    # an input that is smaller than the result, as a waveform, may be whole: each slice has a gradient of all of it
+    if groups == 1 and not is_transposed and x.meta["val"].numel() <= node.meta["val"].numel():
+        return Cut([(x, None), *cut])
+    if groups % n:
+        return None
+    return Cut([(x, Axis(1, 1, shape_of(x)[1] // n)), *cut], ((8, None, groups // n),))
+
+
+def _group_norm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+    x, weight, bias, _, channels, _, groups = node.args[:7]
+    others = [tensor for tensor in (weight, bias) if tensor is not None]
+    if axis.dim == 0:
+        return Cut([(x, axis), *((tensor, None) for tensor in others)], ((3, None, axis.outer * axis.inner),))
     if axis.dim != 1 or axis.outer != 1 or groups % n:
         return None
-    cut = [(tensor, Axis(0, 1, shape_of(tensor)[0] // n)) for tensor in others]
-    return Cut([(x, Axis(1, 1, shape_of(x)[1] // n)), *cut], ((8, None, groups // n),))
+    cut = [(tensor, Axis(0, 1, channels // n)) for tensor in others]
+    return Cut([(x, axis), *cut], ((4, None, channels // n), (6, None, groups // n)))
 
 
 def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
@@ -285,6 +309,7 @@ TABLE: dict[Rule, str] = {
     _repeat: "repeat",
     _gemm: "mm addmm bmm baddbmm",
     _convolution: "convolution",
+    _group_norm: "native_group_norm",
     _attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
     _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",

@@ -51,6 +51,8 @@ RUNS = {
     aten.copy.default: lambda target, x, non_blocking=False: x.to(target.dtype).expand_as(
         target
     ),  # it has no derivative
+    # which takes only contiguous tensors, as slices of channels are not
+    aten.native_group_norm.default: lambda x, *args: aten.native_group_norm(x.contiguous(), *args),
     torch.ops.ckptkern.stopped.default: Tensor.detach,
     **DECIDES,
 }

@@ -86,7 +86,20 @@ class Scan(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(B, S, D))
 
 
-LAYERS = {"unknown": Layer, "heads": Heads, "causal": lambda: Heads(mask=True), "scan": Scan}
+class Waveform(nn.Module):
+    """Convolutions that shorten a sequence, one with a norm of each channel over time, one with a norm of each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.over_time = nn.Conv1d(D, 3 * D, 5, stride=2), nn.GroupNorm(3 * D, 3 * D)
+        self.apart, self.norm = nn.Conv1d(3 * D, D, 3, dilation=2, bias=False), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.over_time(self.wide(x.transpose(1, 2))))
+        return F.gelu(self.norm(self.apart(h).transpose(1, 2)))
+
+
+LAYERS = {"unknown": Layer, "heads": Heads, "causal": lambda: Heads(mask=True), "scan": Scan, "waveform": Waveform}
 
 
 def step(layer: nn.Module, x: Tensor, run, dtype: torch.dtype | None = None) -> list[Tensor]:
