@@ -232,27 +232,34 @@ def test_the_workspace_counts_what_a_pass_holds(entry: Entry, backend: str, monk
             )
 
 
+TOKENS, WIDTH = 2048, 64
+
+
+def backward_peak(norm_first: bool = True, recompute: str = "full") -> int:
+    """Bytes of a layer's backward, in a workspace with room for one head."""
+    make = torch.Generator().manual_seed(0)
+    shapes = dict(qkv=(3 * WIDTH, WIDTH), out=(WIDTH, WIDTH), up=(4 * WIDTH, WIDTH), down=(WIDTH, 4 * WIDTH))
+    weights = {name: torch.randn(shape, generator=make).requires_grad_() for name, shape in shapes.items()}
+    gains = [torch.ones(WIDTH, requires_grad=True) for _ in range(2)]
+    x = torch.randn(1, TOKENS, WIDTH, generator=make, requires_grad=True)
+    attention, mlp = (dict(norm="rms", norm_weight=gain, norm_first=norm_first) for gain in gains)
+    for arguments, names in ((attention, ("qkv", "out")), (mlp, ("up", "down"))):
+        for name in names:
+            arguments |= {f"{name}_weight": weights[name], f"{name}_bias": None}
+    attention |= dict(num_heads=4, is_causal=True)
+    y = ckptkern.transformer_layer(x, attention, mlp, recompute=recompute, workspace=TOKENS * WIDTH * 8)
+    dy = torch.ones_like(y)
+    with peak_memory("cpu") as used:
+        torch.autograd.grad(y, [x, *weights.values(), *gains], dy)
+    return used.bytes
+
+
 def test_a_norm_after_the_sublayers_holds_one_tensor_more_than_one_before():
     """The residual stream before the norm; what a sublayer's backward has read ends there."""
-    tokens, d = 2048, 64
-    make = torch.Generator().manual_seed(0)
-    shapes = dict(qkv=(3 * d, d), out=(d, d), up=(4 * d, d), down=(d, 4 * d))
-    weights = {name: torch.randn(shape, generator=make).requires_grad_() for name, shape in shapes.items()}
-    gains = [torch.ones(d, requires_grad=True) for _ in range(2)]
-    x = torch.randn(1, tokens, d, generator=make, requires_grad=True)
-    leaves = [x, *weights.values(), *gains]
+    after, before = backward_peak(norm_first=False), backward_peak()
+    assert after - before <= 1.5 * TOKENS * WIDTH * 4, (after, before)
 
-    def peak(norm_first: bool) -> int:
-        attention, mlp = (dict(norm="rms", norm_weight=gain, norm_first=norm_first) for gain in gains)
-        for arguments, names in ((attention, ("qkv", "out")), (mlp, ("up", "down"))):
-            for name in names:
-                arguments |= {f"{name}_weight": weights[name], f"{name}_bias": None}
-        attention |= dict(num_heads=4, is_causal=True)
-        y = ckptkern.transformer_layer(x, attention, mlp, recompute="full", workspace=tokens * d * 8)
-        dy = torch.ones_like(y)
-        with peak_memory("cpu") as used:
-            torch.autograd.grad(y, leaves, dy)
-        return used.bytes
 
-    after, before = peak(False), peak(True)
-    assert after - before <= 1.5 * tokens * d * 4, (after, before)
+def test_groups_of_heads_hold_no_o_across_the_mlps_backward():
+    full, selective = backward_peak(), backward_peak(recompute="selective")  # which saved o in forward
+    assert full - selective <= 0.5 * TOKENS * WIDTH * 4, (full, selective)

@@ -247,7 +247,9 @@ def mixtures(b, s, h, d):
     sample, channels = {0}, {0, 1}
     wide = {Axis(0, 2): [Axis(0, 2), None, None], Axis(1): [None, Axis(0), Axis(0)]}
     yield Case("convolution", F.conv1d, (x, (h, s, 1), (h,)), {0, 1, 2}, wide)
-    yield Case("convolution", lambda x, w, c: F.conv1d(x, w, c, stride=3), (x, (h, s, 1), (h,)), {0, 2}, {Axis(1): None})
+    yield Case(
+        "convolution", lambda x, w, c: F.conv1d(x, w, c, stride=3), (x, (h, s, 1), (h,)), {0, 2}, {Axis(1): None}
+    )
     yield Case("convolution", lambda x, w: F.conv_transpose1d(x, w), (x, (s, h, 3)), sample)
     yield Case("convolution", lambda x, w: F.conv1d(x, w, padding=1), (x, (1, s, 3)), sample, {Axis(2): None})
     halo = {Axis(2): [Axis(2, 1, 1, 2), None], Axis(2, 1, 2): [Axis(2, 1, 2, 2), None]}
