@@ -24,9 +24,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward
+from ..segments.recorded import drawn_elsewhere
 from .binding import ORIGINAL_CLASS, Forward, General
 from .check import ROUNDING, TOLERANCE, difference, random_parameters, results, wide
-from .protection import drawn_elsewhere, seeded, unmoved
+from .protection import seeded, unmoved
 from .recorder import Saved, Step, step_of
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings, tensors_in
 
@@ -80,7 +81,11 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
         tensors = results(outputs, flat, x, [p for p in module.parameters() if p.requires_grad])
         if filled := dict(set(held_by(module)) - set(before)):
             raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
-        if states != drawn_elsewhere():
+        if states != (drawn := drawn_elsewhere()):
+            args, kwargs = mapped(wide, call)
+            with torch.no_grad():
+                run(*args, **kwargs)
+        if drawn not in (states, drawn_elsewhere()):  # a forward that sets the seed itself ends in the same state again
             raise Unreadable(
                 "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
                 "recompute samples others. Draw from torch's"

@@ -64,13 +64,6 @@ def seeded() -> Iterator[None]:
             restore()
 
 
-def drawn_elsewhere() -> tuple:
-    """Returns the states of Python's and NumPy's global generators, which a recompute does not restore."""
-    numpy = sys.modules.get("numpy.random")
-    _, keys, place, *_ = ((), (), 0) if numpy is None else numpy.get_state()
-    return random.getstate(), list(keys), place
-
-
 def restorer_of(generator: object) -> Callable[[], None] | None:
     """Returns a function that restores a generator's present state; None for other objects."""
     numpy: Any = sys.modules.get("numpy.random")

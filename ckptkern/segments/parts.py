@@ -29,7 +29,7 @@ from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import Axis, argument, name_of, resized, shape_of
 from .decisions import DECIDES
-from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged
+from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged, undrawn
 from .slices import in_slices
 from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
 
@@ -330,7 +330,7 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
         return result
 
     mode, calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
-    with unchanged(module), traced_calls(calls):
+    with undrawn(), unchanged(module), traced_calls(calls):
         fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
         functional = torch.func.functionalize(forward)
         graph_module = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)

@@ -9,6 +9,8 @@ import contextlib
 import copy
 import logging
 import operator
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -88,6 +90,34 @@ def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -
 # detach, which torch 2.15 records as an alias
 _library.define("stopped(Tensor x) -> Tensor")
 torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
+
+
+def drawn_elsewhere() -> tuple:
+    """Returns the states of Python's and NumPy's global generators, which a recompute does not restore."""
+    numpy = sys.modules.get("numpy.random")
+    _, keys, place, *_ = ((), (), 0) if numpy is None else numpy.get_state()
+    return random.getstate(), list(keys), place
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Restores Python's and NumPy's global generators afterwards, and raises Uncut if the block drew from them, whose numbers
+    would be constants of a plan."""
+    numpy: Any = sys.modules.get("numpy.random")
+    state, of_numpy = random.getstate(), numpy and numpy.get_state()
+    random.random()  # a forward that sets the seed itself would else end where its last call did
+    if numpy:
+        numpy.random()
+    before = drawn_elsewhere()
+    try:
+        yield
+    finally:
+        after = drawn_elsewhere()
+        random.setstate(state)
+        if numpy:
+            numpy.set_state(of_numpy)
+    if before != after:
+        raise Uncut("its forward draws from Python's or NumPy's random numbers")
 
 
 class Changed(Uncut):

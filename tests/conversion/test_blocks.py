@@ -213,6 +213,19 @@ class Sampling(Block):
         return super().forward(x * random.random())
 
 
+class Seeding(Block):
+    """It sets the seed of Python's generator before it draws from it, in training alone, another in each block."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.seed = id(self)
+
+    def forward(self, x):
+        if self.training:
+            random.seed(self.seed)
+        return super().forward(x * random.random() if self.training else x)
+
+
 class Auxiliary(Listed):
     """Some blocks run in training alone."""
 
@@ -231,6 +244,12 @@ def test_blocks_of_training_alone_and_of_other_generators():
     conversion = ckptkern.convert(model, images(8)["x"])
     assert not conversion.converted
     assert "Python's or NumPy's random numbers" in str(conversion)
+    model = nn.Sequential(*(Seeding(8) for _ in range(4)))
+    eager, conversion = copy.deepcopy(model), ckptkern.convert(model, images(8)["x"])
+    assert [row.replaced_by for row in conversion.converted] == 4 * ["checkpoint"], conversion
+    assert "in parts" not in str(conversion)
+    call = {"input": images(8)["x"]}
+    torch.testing.assert_close(step(model, call), step(eager, call), **TOLERANCE)
     model = Auxiliary()
     eager, converted = copy.deepcopy(model), ckptkern.convert(model, **images(16)).converted
     assert [row.name for row in converted if row.name.startswith("more")] == ["more.0", "more.1"]
