@@ -156,13 +156,13 @@ class _Conversion:
             outcome, may_be = Outcome([]), self.include is None or matches(self.include, name, module)
             if may_be:
                 outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
-                if outcome.put is None and self.heads is not None and module in self.heads.before_heads:
+                if outcome.put is None and self.mlp != "none" and self.heads and module in self.heads.before_heads:
                     outcome = self.before_head(name, module) or outcome
             if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
                 outcome = Outcome([row_of(name, module, "ranks disagree on how to fuse this layer")])
             if outcome.put is not None:
-                outcome.put()
                 self.rows += outcome.rows
+                outcome.put()
                 return
             before = None  # what the layer saves now, if an activation checkpoint may stand around it
             if is_block(name, module) or is_marked(module):
@@ -216,8 +216,15 @@ class _Conversion:
 
     def before_head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for a token-wise module before an LM head; None if it does not save less in chunks."""
-        row, forward = before_head(name, module, self.heads.before_heads[module], self.mlp) or (None, None)
-        return Outcome([row], lambda: self.set(row, module, forward)) if forward is not None else None
+        x, head = self.heads.before_heads[module]
+        row, forward = before_head(name, module, x, head, self.mlp) or (None, None)
+
+        def put() -> None:
+            self.set(row, module, forward)
+            if head:
+                self.visit(f"{name}.{head}", module.get_submodule(head))
+
+        return Outcome([row], put) if forward is not None else None
 
     def head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for an LM head; None for other modules."""
