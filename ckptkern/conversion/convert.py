@@ -37,6 +37,7 @@ from .heads import NOT_RUN, Heads, Ran, before_head, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, removing_adapters, why_unreadable
+from .reading import is_linear
 from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
@@ -387,12 +388,13 @@ def is_block(name: str, module: nn.Module) -> bool:
 
 
 def embeds(name: str, module: nn.Module, call: Call) -> bool:
-    """Returns whether the module inside of a model is called with ids alone, and has no matrices but those of embeddings: a
-    checkpoint of its sums and norms saves the ids. Embeddings with max_norm change their weights in forward, and sparse ones
-    have other gradients."""
+    """Returns whether the module inside of a model is called with ids alone, and has no matrices but those of embeddings and
+    one linear layer: a checkpoint of its sums, projection and norms saves the ids. Embeddings with max_norm change their
+    weights in forward, and sparse ones have other gradients."""
     tensors = tensors_in(call)
     others = (m for m in module.modules() if not isinstance(m, nn.Embedding) or m.sparse or m.max_norm is not None)
-    plain = all(p.dim() < 2 for m in others for p in m.parameters(recurse=False))
+    matrices = [m for m in others if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+    plain = len(matrices) < 2 and all(map(is_linear, matrices))
     return name != "" and plain and bool(tensors) and not any(map(is_floating, tensors))
 
 

@@ -177,6 +177,27 @@ def test_embeddings_with_other_gradients_or_forwards_are_left(options):
     assert ("embed" in {row.name for row in conversion.converted}) == ("padding_idx" in options)
 
 
+class Projected(Embeddings):
+    """RoCBert's: a linear layer projects embeddings side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, ids):
+        words = self.words(ids)
+        return self.norm(self.dense(torch.cat([words, self.places(torch.arange(ids.shape[-1])).expand_as(words)], -1)))
+
+
+def test_embeddings_with_a_projection_save_the_ids():
+    theirs = Bert()
+    theirs.embed, theirs.head = Projected(), nn.Linear(WIDTH, V)
+    ours = copy.deepcopy(theirs)
+    conversion = ckptkern.convert(ours, ids(), ids(1), recompute="full")
+    assert {row.name: row.saved_after for row in conversion.converted}["embed"] == 0
+    assert_same_step(ours, theirs)
+
+
 class Bags(Embeddings):
     def __init__(self, **options):
         super().__init__()
@@ -197,10 +218,11 @@ def test_embeddings_of_other_classes_are_left(kind):
 class Whole(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.norm, self.dense = nn.Embedding(V, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.words, self.norm = nn.Embedding(V, WIDTH), nn.LayerNorm(WIDTH)
+        self.dense, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids):
-        return self.norm(F.gelu(self.dense(self.words(ids))))
+        return self.norm(self.out(F.gelu(self.dense(self.words(ids)))))
 
 
 class OfIds(LM):
