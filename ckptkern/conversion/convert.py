@@ -37,6 +37,7 @@ from .heads import NOT_RUN, Heads, Ran, before_head, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, removing_adapters, why_unreadable
+from .reading import is_linear
 from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
@@ -156,13 +157,13 @@ class _Conversion:
             outcome, may_be = Outcome([]), self.include is None or matches(self.include, name, module)
             if may_be:
                 outcome = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
-                if outcome.put is None and self.heads is not None and module in self.heads.before_heads:
+                if outcome.put is None and self.mlp != "none" and self.heads and module in self.heads.before_heads:
                     outcome = self.before_head(name, module) or outcome
             if not self.shards.agree(tuple((row.name, row.replaced_by) for row in outcome.rows if outcome.put)):
                 outcome = Outcome([row_of(name, module, "ranks disagree on how to fuse this layer")])
             if outcome.put is not None:
-                outcome.put()
                 self.rows += outcome.rows
+                outcome.put()
                 return
             before = None  # what the layer saves now, if an activation checkpoint may stand around it
             if is_block(name, module) or is_marked(module):
@@ -216,8 +217,15 @@ class _Conversion:
 
     def before_head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for a token-wise module before an LM head; None if it does not save less in chunks."""
-        row, forward = before_head(name, module, self.heads.before_heads[module], self.mlp) or (None, None)
-        return Outcome([row], lambda: self.set(row, module, forward)) if forward is not None else None
+        x, head = self.heads.before_heads[module]
+        row, forward = before_head(name, module, x, head, self.mlp) or (None, None)
+
+        def put() -> None:
+            self.set(row, module, forward)
+            if head:
+                self.visit(f"{name}.{head}", module.get_submodule(head))
+
+        return Outcome([row], put) if forward is not None else None
 
     def head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for an LM head; None for other modules."""
@@ -380,12 +388,13 @@ def is_block(name: str, module: nn.Module) -> bool:
 
 
 def embeds(name: str, module: nn.Module, call: Call) -> bool:
-    """Returns whether the module inside of a model is called with ids alone, and has no matrices but those of embeddings: a
-    checkpoint of its sums and norms saves the ids. Embeddings with max_norm change their weights in forward, and sparse ones
-    have other gradients."""
+    """Returns whether the module inside of a model is called with ids alone, and has no matrices but those of embeddings and
+    one linear layer: a checkpoint of its sums, projection and norms saves the ids. Embeddings with max_norm change their
+    weights in forward, and sparse ones have other gradients."""
     tensors = tensors_in(call)
     others = (m for m in module.modules() if not isinstance(m, nn.Embedding) or m.sparse or m.max_norm is not None)
-    plain = all(p.dim() < 2 for m in others for p in m.parameters(recurse=False))
+    matrices = [m for m in others if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+    plain = len(matrices) < 2 and all(map(is_linear, matrices))
     return name != "" and plain and bool(tensors) and not any(map(is_floating, tensors))
 
 

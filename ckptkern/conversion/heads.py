@@ -37,7 +37,7 @@ from .calls import described
 from .check import TOLERANCE, Check, difference, random_parameters, rms, wide
 from .computed import Inputs
 from .guard import Watch, reads_of
-from .logits import Matmul, Step, replayed
+from .logits import Logits, Matmul, Step, replayed
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
 from .recorder import floating_in, saved_bytes
@@ -221,15 +221,37 @@ class Head(Forward):
 
 class BeforeHead(Forward):
     """Runs the class's forward in chunks of tokens that fit the workspace, saves its input, and recomputes each chunk in
-    backward. It runs the forward unchanged at recompute="none", without gradients, under torch.compile, which recomputes
-    elementwise ops itself, and in torch.func's transforms."""
+    backward. It runs the forward unchanged without gradients, under torch.compile, which recomputes elementwise ops itself,
+    and in torch.func's transforms. head: the name of an LM head inside, whose result the forward returns: the forward then
+    runs in chunks without the head, which is called with all tokens; "" if there is none."""
 
     is_region = False
+    head = ""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Returns the forward's result, or the input of the head. Raises Unreadable if the forward does not return the head's
+        result."""
+        if not self.head:
+            return self.original(x)
+        parent, _, name = self.head.rpartition(".")
+        modules, passed, identity = self.module.get_submodule(parent)._modules, list[Tensor](), nn.Identity()
+        identity.register_forward_hook(lambda *call: passed.append(call[-1]))
+        head, modules[name] = modules[name], identity
+        try:
+            y = self.original(x)
+        finally:
+            modules[name] = head
+        if len(passed) != 1 or passed[0] is not y:
+            raise Unreadable(f"its result is not that of {self.head}")
+        return y
+
+    def in_chunks(self, x: Tensor) -> Tensor:
+        workspace = choose_workspace("tiled", self.workspace, x)
+        return run_in_chunks(self.module, self.hidden, x, x.dim() - 2, None, workspace, bool(self.module._modules))
 
     def run(self, *args, **kwargs):
         if (
-            self.recompute == "none"
-            or not torch.is_grad_enabled()
+            not torch.is_grad_enabled()
             or is_compiling()
             or torch._C._are_functorch_transforms_active()
             or torch.jit.is_tracing()
@@ -247,29 +269,32 @@ class BeforeHead(Forward):
             why = "it has a hook"
         if why:
             return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
+        try:
+            y = self.in_chunks(*args)
+        except Unreadable as error:
+            return self.unfused(lambda why=f"{error}. {AGAIN}": why, args, kwargs)
         self.count("fused")
-        x = args[0]
-        workspace = choose_workspace("tiled", self.workspace, x)
-        return run_in_chunks(self.module, self.original, x, x.dim() - 2, None, workspace, bool(self.module._modules))
+        return self.module.get_submodule(self.head)(y) if self.head else y
 
 
 def attributes_of(module: nn.Module) -> list[Any]:
     return [value for m in module.modules() for value in vars(m).values()]
 
 
-def before_head(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
+def before_head(name: str, module: nn.Module, x: Tensor, head: str, recompute: str) -> tuple[Row, BeforeHead] | None:
     """Returns (the module's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
-    input."""
+    input. head: as in BeforeHead."""
     forward = BeforeHead(module, recompute)
+    forward.head = head
     row = Row(name, type(module).__name__, "tiled")
     try:
         with unmoved(module):
             before = attributes_of(module)
-            check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
+            check_token_wise(module, forward.hidden, x, x.dim() - 2, x.shape[-2])
             after = attributes_of(module)
             if any(a is not b for a, b in itertools.zip_longest(before, after)):  # the last chunk would leave its own
                 return None
-        runs = module.forward, forward
+        runs = forward.hidden, forward.in_chunks
         row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
     except Exception:  # what cannot be replaced stays as it is
         return None
@@ -332,8 +357,9 @@ class Heads:
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
         candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
         self.logs: dict[nn.Module, list[tuple[Step, bool]]] = {m: [] for m in candidates}
-        # modules whose results are read by heads that become one op with their loss, with their inputs
-        self.before_heads: dict[nn.Module, Tensor] = {}
+        # modules whose results are read by heads that become one op with their loss, or are those of a head inside, with their
+        # inputs and the name of the head inside
+        self.before_heads: dict[nn.Module, tuple[Tensor, str]] = {}
         self.refused = "" if ran.counts else NO_LABELS
         if candidates and not self.refused:
             try:
@@ -346,12 +372,16 @@ class Heads:
         """Calls the model with these layers as heads, and returns the log of each. Raises Unreadable if the model returns
         another loss."""
         (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
-        noted: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
+        # each call's module, input, result, and "", or the input and name of the head inside whose result it is
+        noted: list[tuple[nn.Module, Tensor, Tensor, str]] = []
 
         def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
+            log = y.matmul.log if isinstance(y, Logits) else None
+            if name := next((n for n, m in module.named_modules() if m in heads and heads[m].log is log), ""):
+                y = y.matmul.x
             is_one = len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor
             if is_one and args[0].dim() > 1 and args[0].is_floating_point():  # ids would be cut along the batch
-                noted.append((module, upcast(module)(args[0]), y.detach()))
+                noted.append((module, upcast(module)(args[0]), y.detach(), name))
 
         with seeded(), unmoved(self.model), torch.no_grad():  # `unmoved` also restores hooks and forwards
             of_heads = {inner for head in heads for inner in head.modules()}
@@ -361,7 +391,7 @@ class Heads:
                 may_be = dims == {1} if len(parts) == 1 else dims and in_no_layer
                 if (
                     may_be
-                    and of_heads.isdisjoint(parts)
+                    and m not in of_heads
                     and not [*m.buffers()]
                     and all(untouched(p) and dense(p) for p in parts)
                 ):
@@ -378,7 +408,7 @@ class Heads:
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
         fused = [head for head in heads.values() if any(covered for _, covered in head.log)]
         inputs = {x.untyped_storage()._cdata for head in fused for x in head.inputs}
-        self.before_heads = {module: x for module, x, y in noted if y.untyped_storage()._cdata in inputs}
+        self.before_heads = {m: (x, name) for m, x, y, name in noted if y.untyped_storage()._cdata in inputs}
         return {module: head.log for module, head in heads.items()}
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Forward | None]:

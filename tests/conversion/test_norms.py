@@ -177,6 +177,27 @@ def test_embeddings_with_other_gradients_or_forwards_are_left(options):
     assert ("embed" in {row.name for row in conversion.converted}) == ("padding_idx" in options)
 
 
+class Projected(Embeddings):
+    """RoCBert's: a linear layer projects embeddings side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, ids):
+        words = self.words(ids)
+        return self.norm(self.dense(torch.cat([words, self.places(torch.arange(ids.shape[-1])).expand_as(words)], -1)))
+
+
+def test_embeddings_with_a_projection_save_the_ids():
+    theirs = Bert()
+    theirs.embed, theirs.head = Projected(), nn.Linear(WIDTH, V)
+    ours = copy.deepcopy(theirs)
+    conversion = ckptkern.convert(ours, ids(), ids(1), recompute="full")
+    assert {row.name: row.saved_after for row in conversion.converted}["embed"] == 0
+    assert_same_step(ours, theirs)
+
+
 class Bags(Embeddings):
     def __init__(self, **options):
         super().__init__()
@@ -197,10 +218,11 @@ def test_embeddings_of_other_classes_are_left(kind):
 class Whole(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.norm, self.dense = nn.Embedding(V, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.words, self.norm = nn.Embedding(V, WIDTH), nn.LayerNorm(WIDTH)
+        self.dense, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids):
-        return self.norm(F.gelu(self.dense(self.words(ids))))
+        return self.norm(self.out(F.gelu(self.dense(self.words(ids)))))
 
 
 class OfIds(LM):
@@ -234,3 +256,112 @@ def test_a_transform_that_keeps_a_tensor_is_left():
     conversion = ckptkern.convert(model, ids(), ids(1), recompute="full")
     assert {row.name for row in conversion.converted} == {"embed", "head"}
     assert model.body.last is None
+
+
+class Within(Transform):
+    """Roberta's: the transform and the head are one module."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(WIDTH, V)
+
+    def forward(self, x):
+        z = self.decoder(super().forward(x))
+        return z if self.scale == 1.0 else self.scale * z
+
+
+class Scaling(Within):
+    scale = 2.0
+
+
+class Adding(Within):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(V))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+class Mixing(Within):
+    def forward(self, x):
+        return super().forward(x.cumsum(-2))
+
+
+class KeepingWithin(Within):
+    last = None
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class Aside(Within):
+    def forward(self, x):
+        super().forward(x)
+        return self.decoder(x)
+
+
+class Roberta(LM):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        head.decoder.weight = self.embed.weight
+
+
+def within(kind, **options):
+    """Returns (a converted model whose head is inside this module, the model as it was, what replaces its modules)."""
+    torch.manual_seed(0)
+    theirs = Roberta(kind())
+    ours = copy.deepcopy(theirs)
+    rows = ckptkern.convert(ours, ids(), ids(1), recompute="full", **options).converted
+    return ours, theirs, {row.name: row for row in rows}
+
+
+def test_a_module_with_the_head_inside_runs_in_chunks_up_to_the_head():
+    ours, theirs, rows = within(Within)
+    assert {name: row.replaced_by for name, row in rows.items()} == {
+        "head": "tiled",
+        "head.decoder": "linear_cross_entropy",
+    }
+    x = ids().numel() * WIDTH * 4
+    assert (rows["head"].saved_before, rows["head"].saved_after) == (
+        3 * x + x // WIDTH * 2,
+        x,
+    )  # and the norm's statistics
+    assert_same_step(ours, theirs)
+    assert_same_step(copy.deepcopy(ours), theirs)
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(ids(2))[0], theirs.eval()(ids(2))[0])
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    ours.head.decoder, theirs.head.decoder = (nn.Sequential(copy.deepcopy(theirs.head.decoder)) for _ in range(2))
+    assert_same_step(ours.train(), theirs.train())  # as when a LoRA layer takes its place
+
+
+def test_a_head_inside_costs_no_more_than_its_input():
+    ours, theirs = (within(Within, workspace="64KiB")[0] for _ in range(2))
+    theirs.head.forward.unbind()
+    peaks, length = [], 4096
+    for model in (ours, theirs):
+        model.zero_grad(set_to_none=False)
+        with peak_memory("cpu") as peak:
+            model(ids(2, length), ids(3, length))[1].backward()
+        peaks.append(peak.bytes)
+    x = ids(2, length).numel() * WIDTH * 4
+    assert peaks[0] < peaks[1] - x, [bytes_ / x for bytes_ in peaks]
+
+
+@pytest.mark.parametrize("kind", [Scaling, Adding, Mixing, KeepingWithin, Aside])
+def test_a_module_that_does_more_than_the_head_or_mixes_tokens_is_left(kind):
+    ours, theirs, rows = within(kind)
+    assert "head" not in rows
+    assert_same_step(ours, theirs)
+
+
+def test_a_result_that_is_no_longer_the_heads_is_the_original_forwards():
+    ours, theirs, _ = within(Within)
+    ours.head.scale = theirs.head.scale = 2.0
+    with pytest.warns(UserWarning, match="its result is not that of decoder"):
+        assert_same_step(ours, theirs)
