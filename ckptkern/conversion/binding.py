@@ -3,8 +3,7 @@
 `bound` lists all that convert set in a model, and `revert` undoes it.
 
 Hooks: some last for one call of the model, such as those of peft's `adapter_names`, and are gone when backward recomputes; the
-recompute runs with the hooks of the forward. Placeholders: attention's probabilities, which callers rarely read, are computed
-by the original forward when they are read.
+recompute runs with the hooks of the forward.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
-from ..ops.dispatch.choices import autocast_dtype, choose_workspace
+from ..ops.dispatch.choices import autocast_dtype, choose_workspace, in_region
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import decides, saved_decisions
 from ..segments.parts import Parts
 from ..segments.recorded import is_traced, traced_call
+from ..segments.unread import Unread, when_read
 from ..state.modules import HOOKS
 from ..storage import Store
 from . import masks
@@ -52,57 +52,6 @@ from .trace import Call, leaves_of, mapped, recomputed, tensors_in
 ORIGINAL_CLASS = "_ckptkern_class"  # attribute with the class of a module before its drop-in replacement
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
-# Attributes of a placeholder that need no values: data parallelism reads them of all outputs, to hook those with a gradient.
-ANSWERED = frozenset(
-    getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
-)
-
-
-def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any]) -> Callable[[], list[Any]]:
-    """Returns a function that runs one call of an original forward once, and returns the leaves of its results."""
-    reads = [value for value in (*module.parameters(), *flat) if isinstance(value, Tensor) and not value.is_inference()]
-    versions = [tensor._version for tensor in reads]
-
-    @functools.cache
-    def leaves() -> list[Any]:
-        if [tensor._version for tensor in reads] != versions:
-            raise RuntimeError(
-                "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
-                "their layer has changed since the call; read them before the optimizer's step"
-            )
-        return tree_flatten(forward())[0]
-
-    return leaves
-
-
-class Unread(Tensor):
-    """Stands for attention's probabilities until they are read: any function that takes them gets values, through which
-    gradients flow. Their dropout samples anew."""
-
-    original: Callable[[], list[Any]]  # `when_read`
-    at: int
-
-    @staticmethod
-    def __new__(cls, original: Callable[[], list[Any]], at: int, like: Tensor) -> Unread:
-        placeholder = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
-        placeholder.original, placeholder.at = original, at
-        return placeholder
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in ANSWERED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        return cls.__torch_dispatch__(function, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        def values(tensor: Tensor) -> Tensor:
-            return tensor.__dict__["original"]()[tensor.__dict__["at"]] if type(tensor) is Unread else tensor
-
-        args, kwargs = mapped(values, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
 
 def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable, *args: Any, **kwargs: Any) -> Any:
     """Calls `run` with earlier hooks, and with the weights that bitsandbytes parametrizes read in 4 bits. held: each dict of
@@ -120,8 +69,8 @@ def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable,
             own.update(now)
 
 
-def _in_parts(module: nn.Module, parts: Parts, workspace: int, *args: Any, **kwargs: Any) -> Any:
-    return parts(module, workspace, args, kwargs)
+def _in_parts(module: nn.Module, parts: Parts, workspace: int, later: bool, *args: Any, **kwargs: Any) -> Any:
+    return parts(module, workspace, args, kwargs, later)
 
 
 WITH_WORKSPACE = frozenset(
@@ -496,7 +445,9 @@ class General(Forward):
         workspace = choose_workspace("convert", self.workspace, x)
         if self.parts.fits(workspace, args, kwargs) or not all(watch.unchanged() for watch in self.watches):
             return whole
-        return functools.partial(MethodType(_in_parts, self.module), self.parts, workspace)
+        # a reentrant checkpoint recomputes in a backward pass: a result that is read later would have no gradient
+        later = torch._C._current_graph_task_id() == -1 or in_region()
+        return functools.partial(MethodType(_in_parts, self.module), self.parts, workspace, later)
 
 
 def kinds_inside(forward: Forward) -> list[tuple]:

@@ -72,7 +72,8 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
 
     def outputs(flat: list[Any]) -> Tensor:
         args, kwargs = recomputed(call, iter(flat))
-        return torch.cat([tensor.flatten() for tensor in tensors_in(run(*args, **kwargs)) if tensor.requires_grad])
+        values = [tensor.flatten() for tensor in tensors_in(run(*args, **kwargs))]
+        return torch.cat([value for value in values if value.requires_grad])
 
     with seeded(), unmoved(module), random_parameters(module):
         module.train()

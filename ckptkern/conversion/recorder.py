@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import memory
 from ..frozen import Frozen
-from ..ops.dispatch.choices import RECOMPUTING
+from ..ops.dispatch.choices import in_region
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .calls import keywords_of, parameters_of
@@ -157,8 +157,7 @@ class Step(TorchDispatchMode):
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self.backward or self.region is not None:
                 return
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            hidden = not torch.is_grad_enabled() or getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
+            hidden = not torch.is_grad_enabled() or in_region()
             call = None if self.backs else mapped(as_input, (args, kwargs))  # a stored call would live until backward
             self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
             self.count += 1

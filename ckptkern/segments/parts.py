@@ -27,11 +27,12 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import Axis, argument, name_of, resized, shape_of
+from .axes import VIEWS, Axis, argument, name_of, resized, shape_of
 from .decisions import DECIDES
 from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged, undrawn
 from .slices import in_slices
-from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list
+from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list, size_of
+from .unread import Unread, when_read
 
 aten = torch.ops.aten
 PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -158,6 +159,8 @@ class Plan:
     cost: int = 0
     # operators, and the parameters that they change
     writes: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    # results that are computed when they are read, by place
+    unread: dict[int, fx.Node] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.stages))
@@ -201,10 +204,14 @@ class Parts:
         kind, sizes = _sizes(workspace, args, kwargs)
         return not self.slices and any(all(map(operator.le, sizes, large)) for large in self.whole.get(kind, ()))
 
-    def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any], later: bool = False
+    ) -> Any:
+        """Returns the forward's result. later: attention's probabilities in it are computed when they are read."""
         flat, spec = tree_flatten((args, kwargs))
         if any(isinstance(value, MutableMapping) for value in flat):
             flat, spec = tree_flatten(tree_map_only(MutableMapping, _Shared, (args, kwargs)))
+            later = False  # a second run would fill the mapping again
         plan = None
         hooks = torch.nn.modules.module  # of all modules
         if not (
@@ -214,7 +221,7 @@ class Parts:
             or hooks._global_forward_hooks
             or hooks._global_forward_pre_hooks
         ):
-            plan = self.plan_of(module, flat, spec, workspace)
+            plan = self.plan_of(module, flat, spec, workspace, later)
         if plan is None:
             with own_modes():  # fused layers inside bound their own memory
                 return type(module).forward(module, *args, **kwargs)
@@ -233,13 +240,18 @@ class Parts:
                 node.target(values[of].data, *node.args[1:], **node.kwargs)
         for stage in plan.stages:
             run_stage(stage, values, modules)
-        result, now = tree_unflatten(list(fx.map_arg(plan.output.args[0], values.__getitem__)), plan.spec)
+        leaves = list(fx.map_arg(plan.output.args[0], values.__getitem__))
+        if plan.unread:
+            original = when_read(functools.partial(type(module).forward, module, *args, **kwargs), module, flat)
+            for i, node in plan.unread.items():
+                leaves[i] = Unread(original, i, node.meta["val"])
+        result, now = tree_unflatten(leaves, plan.spec)
         mappings = (value for value in tree_leaves((args, kwargs)) if isinstance(value, MutableMapping))
         for mapping, held in zip(mappings, now, strict=True):
             mapping.update(held)
         return result
 
-    def plan_of(self, module: nn.Module, flat: list[Any], spec: Any, workspace: int) -> Plan | None:
+    def plan_of(self, module: nn.Module, flat: list[Any], spec: Any, workspace: int, later: bool) -> Plan | None:
         tensors = [value for value in flat if isinstance(value, Tensor)]
         if not all(type(value) in PLAIN or isinstance(value, PLAIN_VALUES) for value in flat) or not tensors:
             self.why = "an argument is neither a tensor nor a constant"
@@ -253,7 +265,7 @@ class Parts:
             self.why = "a parameter has a main_grad"
             return None
         kinds += [(name, tensor if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in own]
-        key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
+        key = (spec, workspace, later, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
         with _planning:
             if key in self.plans:
                 self.plans[key] = plan = self.plans.pop(key)  # the last to be forgotten
@@ -261,7 +273,7 @@ class Parts:
             plan = None
             try:
                 with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-                    plan = planned(module, flat, spec, workspace, self.slices)
+                    plan = planned(module, flat, spec, workspace, self.slices, later)
             except Changed as error:
                 self.why, self.changes = str(error), self.changes + 1
                 if self.changes <= GROWTHS:
@@ -312,7 +324,14 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
                 stage.inside = [*placeholders.values()], inner, ends
 
 
-def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int) -> Plan:
+def is_probabilities(node: Any) -> bool:
+    """Returns whether a result is a softmax behind views and casts, as attention's probabilities are."""
+    while isinstance(node, fx.Node) and name_of(node) in (*VIEWS, "_to_copy", "clone"):
+        node = node.args[0]
+    return isinstance(node, fx.Node) and name_of(node) == "_softmax"
+
+
+def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int, later: bool) -> Plan:
     """Records and cuts a call with these flat values. Raises Uncut, or any error of the forward on fake tensors."""
     inputs, (values, _) = taken(flat)
     plan = Plan([], [], {}, None)
@@ -342,6 +361,14 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
             for name, value in getattr(m, kind).items()
         }
     graph = graph_module.graph
+    plan.output = graph.output_node()
+    first, *others = plan.output.args[0]
+    if later and isinstance(first, fx.Node):
+        # not a router's, which a loss may read
+        plan.unread = {
+            i: node for i, node in enumerate(others, 1) if is_probabilities(node) and size_of(node) > size_of(first)
+        }
+    plan.output.args = ([first, *(None if i in plan.unread else node for i, node in enumerate(others, 1))],)
     graph.eliminate_dead_code()
     plan.inputs = graph.find_nodes(op="placeholder")
     for node in list(graph.nodes):
@@ -381,7 +408,7 @@ def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slice
             node.target = other
         elif torch.Tag.nondeterministic_seeded in target.tags and argument(node, "dropout_p") != 0:  # samples
             raise Uncut(f"{target} cannot run in slices")
-    plan.output, plan.stages = graph.output_node(), Planner(graph, workspace, slices).plan()
+    plan.stages = Planner(graph, workspace, slices).plan()
     if not slices:
         plan_inside(plan.stages, mode, workspace)
     plan.cost = sum(bytes_of(node) for node in graph.nodes if node.op == "call_function")

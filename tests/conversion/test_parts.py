@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern.conversion import blocks, revert
@@ -71,6 +72,32 @@ class Model(nn.Module):
         return x
 
 
+class Weighing(Layer):
+    """Attention that is no op, and returns its weights if `returns`."""
+
+    def __init__(self, returns):
+        super().__init__(None, F.gelu)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        h = self.norm(x)
+        q, k, v = (linear(h).unflatten(-1, (H, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        weights = (torch.sin(q) @ k.mT).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x)), weights if self.returns else None
+
+
+class Weighed(Model):
+    def __init__(self, returns=True):
+        super().__init__(attention, F.gelu)
+        self.layers = nn.ModuleList([Weighing(returns) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, self.weights = layer(x)
+        return x
+
+
 KINDS = {"known": (attention, F.gelu), "mixer": (recurrence, F.gelu), "unknown": (recurrence, bump)}
 
 
@@ -111,6 +138,35 @@ def test_an_unknown_layer_peaks_within_the_workspace_of_a_known_one(request):
     for layer in plain.layers:
         layer.forward = ckptkern.checkpointed(layer.forward)
     assert peaks["unknown"] < 0.6 * peak(plain, x)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_weights_that_nothing_reads_are_not_stored(every):
+    peaks = []
+    for returns in (False, True):
+        model = Weighed(returns)
+        conversion = ckptkern.convert(model, torch.randn(1, 64, D), recompute="full", workspace=WORKSPACE, every=every)
+        assert all("in parts" in row.reason for row in conversion if row.kind == "Weighing")
+        peaks.append(peak(model, torch.randn(1, 1024, D)))
+    assert peaks[1] - peaks[0] <= WORKSPACE, peaks
+    assert model.weights.original.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_weights_are_there_for_who_reads_them(use_reentrant):
+    x, results = torch.randn(1, 512, D), []
+    model = Weighed()
+    copied = copy.deepcopy(model)
+    ckptkern.convert(model, x, recompute="full", workspace=WORKSPACE)
+    for layer in (model.layers[0], copied.layers[0]):
+        x = x.detach().requires_grad_()
+        run = layer if use_reentrant is None else functools.partial(checkpoint, layer, use_reentrant=use_reentrant)
+        y, weights = run(x)
+        (100 * weights * weights.detach().cos()).sum().add(y.sum()).backward()
+        grads = torch.cat([p.grad.flatten() for p in (x, *layer.parameters())])
+        results.append([y.detach(), weights.detach() + 0, grads])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize("name", ["mixer", "unknown"])

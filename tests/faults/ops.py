@@ -331,7 +331,7 @@ OPS = [
     Fault(
         "dispatch: an op inside a checkpoint saves for itself",
         "ckptkern/ops/dispatch/choices.py",
-        '            return recompute\n    return «"none"»',
+        'return «"none" if seen & _BACKWARD or in_region() else recompute»',
         "recompute",
         ("tests/ops/test_op.py -k inside_a_checkpoint",),
     ),

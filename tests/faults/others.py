@@ -195,6 +195,13 @@ SEGMENTS = [
         ("tests/conversion/test_parts.py -k autocast",),
     ),
     Fault(
+        "parts: what a reentrant checkpoint recomputes has placeholders for attention's weights, too",
+        "ckptkern/conversion/binding.py",
+        "later = «torch._C._current_graph_task_id() == -1 or in_region()»",
+        "True",
+        ("tests/conversion/test_parts.py -k weights_are",),
+    ),
+    Fault(
         "parts: a fused MLP in a slice computes with its module's own parameters",
         "ckptkern/segments/parts.py",
         "with _reparametrize_module(module, «dict(zip(names, parameters, strict=True))», tie_weights=True):",
@@ -225,7 +232,7 @@ SEGMENTS = [
     Fault(
         "parts: a plan is of parameters of any kind",
         "ckptkern/segments/parts.py",
-        "key = (spec, workspace, self.slices, module.training, autocast_dtype(tensors[0]), «*kinds»)",
+        "key = (spec, workspace, later, self.slices, module.training, autocast_dtype(tensors[0]), «*kinds»)",
         "*kinds[:1]",
         ("tests/segments/test_parts.py -k another",),
     ),

@@ -378,11 +378,13 @@ def choose_mode(recompute: str) -> str:
     seen = observe(())
     if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.keeps_modes:
         return recompute
-    if not seen & _BACKWARD:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is None or getattr(hooks[1], "__module__", "") not in RECOMPUTING:
-            return recompute
-    return "none"
+    return "none" if seen & _BACKWARD or in_region() else recompute
+
+
+def in_region() -> bool:
+    """Returns whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint or its recompute."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
