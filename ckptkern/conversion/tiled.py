@@ -150,7 +150,8 @@ def tiled_inside(
             own = f"{path}.{child}" if path else child
             if not runs_class_forward(m) or leaves(own, m):
                 continue
-            if m in inputs and (found := tiled(own, m, inputs[m], recompute, True)):
+            is_plain = m in inputs and not any(map(hooked, m.modules()))
+            if is_plain and (found := tiled(own, m, inputs[m], recompute, True)):
                 yield found
             else:
                 yield from visit(own, m)

@@ -148,6 +148,22 @@ def test_experts_that_look_token_wise_stay_whole(kind):
     assert_same_steps(ours, theirs, torch.randn(1, 700, D))
 
 
+class Hooked(Experts):
+    def __init__(self):
+        super().__init__()
+        self.router.register_forward_hook(nothing)
+
+
+def nothing(*_):
+    return None
+
+
+def test_experts_with_hooks_stay_whole_without_a_warning(recwarn):
+    _, _, conversion = converted(Hooked, Switches)
+    assert not any(row.replaced_by == "tiled" and row.name.endswith("mlp") for row in conversion)
+    assert not any("has a hook" in str(warning.message) for warning in recwarn)
+
+
 class Sampling(Experts):
     def weighted(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = super().weighted(x)
