@@ -95,13 +95,14 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
         return tensors, [*left, *settings(module)]
 
 
-def error_of(forward: General, call: Call, is_asked: bool) -> float | None:
+def error_of(forward: General, call: Call, is_asked: bool, wanted: Any = None) -> float | None:
     """Returns the largest relative error of a training step with a checkpoint; None if the module itself cannot be tested, and
-    the checkpoint is asked for in any case. Raises Unreadable if results, buffers or attributes differ."""
+    the checkpoint is asked for in any case. wanted: the module's own `training_step`, by default that of its forward. Raises
+    Unreadable if results, buffers or attributes differ."""
     module, parts = forward.module, forward.parts
-    forward.parts = wanted = in_parts = None  # only what was checked runs in parts
+    forward.parts = in_parts = None  # only what was checked runs in parts
     try:
-        wanted = training_step(module, module.forward, call)
+        wanted = wanted or training_step(module, module.forward, call)
         forward.parts = parts
         if parts is not None:  # the module stays whole if it cannot be cut, or if parts differ by more than rounding
             with contextlib.suppress(Exception):  # a forward may raise anything in parts

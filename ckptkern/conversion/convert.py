@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from .blocks import error_of, is_layer, is_marked
 from .calls import check_keywords, pattern_of
 from .fuse import Checked, calls_of, fuse, runs_of
 from .groups import group_layers
-from .heads import NOT_RUN, Heads, Ran, before_head, scalars
+from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, removing_adapters, why_unreadable
@@ -42,6 +43,7 @@ from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, class_of, set_class
+from .tiled import Tiled, tiled, tiled_inside
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, switched, tensors_in, upcast
 
 DROP_INS = {
@@ -184,11 +186,11 @@ class _Conversion:
                 row = outcome.rows[-1]
                 put = self.general(row, module, self.calls[module][0], row.reason, before)
             if self.shards.agree(put is not None) and put is not None:
-                put()
                 for part in inner:  # their bytes are counted in the layer's row
                     part.saved_before = part.saved_after = None
                 # a part inside that is not fused belongs to the checkpoint, and has no row
                 self.rows[start:] = [part for part in inner if part.replaced_by is not None]
+                put()
             is_unknown = may_be and not outcome.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
                 self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of the rows of modules inside
@@ -218,7 +220,7 @@ class _Conversion:
     def before_head(self, name: str, module: nn.Module) -> Outcome | None:
         """Returns the outcome for a token-wise module before an LM head; None if it does not save less in chunks."""
         x, head = self.heads.before_heads[module]
-        row, forward = before_head(name, module, x, head, self.mlp) or (None, None)
+        row, forward = tiled(name, module, x, self.mlp, head=head) or (None, None)
 
         def put() -> None:
             self.set(row, module, forward)
@@ -291,13 +293,44 @@ class _Conversion:
         except Unreadable as problem:
             row.reason = f"{why}; {problem}" if why else str(problem)
             return None
+        checkpoint, error, chunks = self.in_chunks(row.name, checkpoint, call, error)
 
         def put() -> None:
+            for part, forward in chunks:
+                self.set(part, forward.module, forward)
+                self.rows.append(part)
             row.replaced_by, row.error = "checkpoint", error
             row.saved_before, row.saved_after = inside if is_asked else before, after
             self.set(row, module, checkpoint)
 
         return put
+
+    def in_chunks(
+        self, name: str, checkpoint: General, call: Call, error: float | None
+    ) -> tuple[General, float | None, list[tuple[Row, Tiled]]]:
+        """Returns (a checkpoint of the layer, its error, rows and forwards of token-wise modules inside that run in chunks);
+        what was passed, and no modules, for a layer that runs in parts, or whose numbers differ with chunks."""
+        module, parts, chunks = checkpoint.module, checkpoint.parts, list[tuple[Row, Tiled]]()
+        if parts is not None and parts.is_whole:
+            with contextlib.suppress(Exception):
+                chunks += tiled_inside(name, module, call, self.mlp, functools.partial(matches, self.exclude))
+        if not chunks:
+            return checkpoint, error, []
+        try:
+            wanted = blocks.training_step(module, module.forward, call)
+            for row, forward in chunks:
+                row.saved_before = row.saved_after = None  # counted in the layer's row
+                forward.module.forward, forward.chunks = forward, blocks.SLICES
+            other, cut = General(module, self.mlp, call), [pair for pair in self.cut if pair[1] is not checkpoint]
+            other.share(name, cut)
+            error, self.cut = error_of(other, call, False, wanted), cut
+            return other, error, chunks
+        except Unreadable:
+            return checkpoint, error, []
+        finally:
+            for _, forward in chunks:
+                forward.chunks = None
+                forward.unbind()
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         if isinstance(forward, General) and forward.how:
@@ -329,12 +362,12 @@ class _Conversion:
                     name = names[module] + ("" if cut.layers is None else "[{}:{}]".format(*cut.layers))
                     row = row_of(name, module)
                     if (put := self.general(row, cut.part, calls[cut.begins], "")) is not None:
-                        put()
                         inside = set(cut.part.modules())
                         replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
                         changed |= replaced
                         within = {names[module], *(names[m] for m in (*inside, *replaced) if m in names)}
                         self.rows = [other for other in self.rows if other.name not in within]
+                        put()
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
                 if runs and own[0].layers is not None:

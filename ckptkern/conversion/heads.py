@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +25,9 @@ from .. import ops
 from ..extras import missing
 from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
-from ..ops.dispatch.choices import choose_workspace, parse_bytes
+from ..ops.dispatch.choices import parse_bytes
 from ..ops.sublayer.lora import LoRA
 from ..segments.checkpoint import Patch
-from ..segments.tiled import check_token_wise, run_in_chunks
-from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
@@ -40,9 +37,10 @@ from .guard import Watch, reads_of
 from .logits import Logits, Matmul, Step, replayed
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
-from .recorder import floating_in, saved_bytes
+from .recorder import floating_in
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
+from .tiled import kinds_of
 from .tokens import NEVER, LMHead, arguments_of, is_loss
 from .trace import Call, Unreadable, is_leaf, switched, tensors_in, trace, upcast
 from .traced import TracedLogits
@@ -131,11 +129,6 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     return template if error <= TOLERANCE else None
 
 
-def kinds_of(tensors: Iterable[Tensor | None]) -> str:
-    """Returns the names of the tensors' classes other than Tensor and Parameter."""
-    return " and a ".join(sorted({type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN}))
-
-
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
@@ -214,91 +207,6 @@ class Head(Forward):
         ):
             why = f"its input is {described(x)} and its weight {described(module.weight)}"
         return f"{why}. {AGAIN}" if why else ""
-
-
-# -- the norm before a head, or another token-wise module
-
-
-class BeforeHead(Forward):
-    """Runs the class's forward in chunks of tokens that fit the workspace, saves its input, and recomputes each chunk in
-    backward. It runs the forward unchanged without gradients, under torch.compile, which recomputes elementwise ops itself,
-    and in torch.func's transforms. head: the name of an LM head inside, whose result the forward returns: the forward then
-    runs in chunks without the head, which is called with all tokens; "" if there is none."""
-
-    is_region = False
-    head = ""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Returns the forward's result, or the input of the head. Raises Unreadable if the forward does not return the head's
-        result."""
-        if not self.head:
-            return self.original(x)
-        parent, _, name = self.head.rpartition(".")
-        modules, passed, identity = self.module.get_submodule(parent)._modules, list[Tensor](), nn.Identity()
-        identity.register_forward_hook(lambda *call: passed.append(call[-1]))
-        head, modules[name] = modules[name], identity
-        try:
-            y = self.original(x)
-        finally:
-            modules[name] = head
-        if len(passed) != 1 or passed[0] is not y:
-            raise Unreadable(f"its result is not that of {self.head}")
-        return y
-
-    def in_chunks(self, x: Tensor) -> Tensor:
-        workspace = choose_workspace("tiled", self.workspace, x)
-        return run_in_chunks(self.module, self.hidden, x, x.dim() - 2, None, workspace, bool(self.module._modules))
-
-    def run(self, *args, **kwargs):
-        if (
-            not torch.is_grad_enabled()
-            or is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or torch.jit.is_tracing()
-            or not any(map(requires_grad, (*args, *self.module.parameters())))
-        ):
-            return self.original(*args, **kwargs)
-        why = ""
-        if len(args) != 1 or kwargs:
-            why = "it is called with more than its input"
-        elif others := kinds_of((*args, *self.module.parameters())):
-            why = f"its input or weight is a {others}"
-        elif args[0].dim() < 2:
-            why = "its input has no dimension of tokens"
-        elif any(map(hooked, self.module.modules())):
-            why = "it has a hook"
-        if why:
-            return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
-        try:
-            y = self.in_chunks(*args)
-        except Unreadable as error:
-            return self.unfused(lambda why=f"{error}. {AGAIN}": why, args, kwargs)
-        self.count("fused")
-        return self.module.get_submodule(self.head)(y) if self.head else y
-
-
-def attributes_of(module: nn.Module) -> list[Any]:
-    return [value for m in module.modules() for value in vars(m).values()]
-
-
-def before_head(name: str, module: nn.Module, x: Tensor, head: str, recompute: str) -> tuple[Row, BeforeHead] | None:
-    """Returns (the module's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
-    input. head: as in BeforeHead."""
-    forward = BeforeHead(module, recompute)
-    forward.head = head
-    row = Row(name, type(module).__name__, "tiled")
-    try:
-        with unmoved(module):
-            before = attributes_of(module)
-            check_token_wise(module, forward.hidden, x, x.dim() - 2, x.shape[-2])
-            after = attributes_of(module)
-            if any(a is not b for a, b in itertools.zip_longest(before, after)):  # the last chunk would leave its own
-                return None
-        runs = forward.hidden, forward.in_chunks
-        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
-    except Exception:  # what cannot be replaced stays as it is
-        return None
-    return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
 
 
 # -- the heads of a model

@@ -42,7 +42,7 @@ warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Row:
     """Describes a module and its replacement.
 
-    replaced_by: a fused op, "checkpoint" (activation checkpoint), "tiled" (run in chunks of tokens), a class of ckptkern.nn,
+    replaced_by: a fused op, "checkpoint" (activation checkpoint), "tiled" (runs in chunks of tokens), a class of ckptkern.nn,
     or None, with the reason.
     saved_before, saved_after: bytes that one call saves for backward, besides parameters.
     error: the largest relative error of output and gradients in the check.

@@ -28,7 +28,7 @@ from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
 SHOWN = 5  # parameters shown by print
-OTHERS = {"Head": "linear_cross_entropy", "BeforeHead": "tiled"}  # replacements that are not regions, by their class
+OTHERS = {"Head": "linear_cross_entropy", "Tiled": "tiled"}  # replacements that are not regions, by their class
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ context does so on request: it takes hooks with an attribute `_checkpoint_intern
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -32,6 +33,7 @@ INDICES = ("argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsor
 COMPARES = ("gt", "ge", "lt", "le", "eq", "ne")
 COLUMNS = 256  # columns of the widest comparison that is saved: scores of experts, not features
 
+_local = threading.local()
 _NAMES: dict[Callable, str] = {}
 for _name in (*SELECTS, *INDICES, *COMPARES):
     for _of, _form in ((torch, _name), (Tensor, _name), (Tensor, f"__{_name}__")):
@@ -70,6 +72,16 @@ def decides(fn: Callable, *args, **kwargs) -> bool:
     with Decisions([]) as saved:
         fn(*args, **kwargs)
     return bool(saved.decisions)
+
+
+@contextmanager
+def deciding_nothing() -> Iterator[None]:
+    """Hides the decisions of a trial run from `saved_decisions`."""
+    before, _local.is_trial = getattr(_local, "is_trial", False), True
+    try:
+        yield
+    finally:
+        _local.is_trial = before
 
 
 class _Gather(torch.autograd.Function):
@@ -117,7 +129,8 @@ class Decisions(TorchFunctionMode):
         name = _NAMES.get(func)
         # max and min decide along a dimension, not over all elements or between two tensors
         along = name in ("topk", "sort") or "dim" in kwargs or isinstance((*args, None, None)[1], int)
-        if name is None or "out" in kwargs or (name in SELECTS and not along):
+        is_trial = getattr(_local, "is_trial", False)
+        if name is None or is_trial or "out" in kwargs or (name in SELECTS and not along):
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         shape = tuple(x.shape) if isinstance(x, Tensor) else ()

@@ -11,12 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
@@ -25,18 +19,13 @@ from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_dtype, choose_workspace
 from .axes import Axis, even
 from .checkpoint import checkpoint
+from .decisions import deciding_nothing
 from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 from .slices import in_slices
 
 FLOOR = 128  # tokens of the shortest default chunk: shorter matmuls cost more than they save
 ASSUMED = 32  # a token's transients in sizes of its input, under torch.compile, where nothing is measured
-_NOT_FAKEABLE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def tiled(
@@ -54,16 +43,15 @@ def tiled(
     fn is token-wise if its output for a token depends on this token only, as in an MLP, a norm, an LM head or an adapter. x
     [..., tokens, features]; fn returns a tensor with the same tokens in the same dimension.
     chunks: the number of chunks. By default as few as keep a chunk's transients within `workspace` (bytes, or "64MiB"), of at
-    least 128 tokens; fn is measured on fake tensors. dim: the dimension of tokens. preserve_rng_state: as in `checkpoint`.
-    check: raises ValueError if fn is not token-wise, which takes a few more runs.
+    least 128 tokens; fn is measured on fake tensors, or else on tokens of x. dim: the dimension of tokens.
+    preserve_rng_state: as in `checkpoint`. check: raises ValueError if fn is not token-wise, which takes a few more runs.
 
     Saved for backward: x, and 2.5 KiB of state for each chunk. Gradients of all tensors that fn uses are summed over chunks in
     float32 (16-bit parameters: 10 bytes an element) and arrive once, so DistributedDataParallel's hooks and fully_shard(fn) run
     once a pass; hooks of inner modules run for each chunk. Under torch.compile chunks are torch's checkpoints, with 32 times
     the input as transients.
 
-    Raises ShapeError if fn returns another number of tokens, RuntimeError if fn cannot be measured or contains a module
-    that is sharded by itself.
+    Raises ShapeError if fn returns another number of tokens, RuntimeError if fn contains a module that is sharded by itself.
     """
     if not callable(fn):
         raise TypeError(f"tiled: fn must be a function or module of one tensor, not {type(fn).__name__}")
@@ -83,7 +71,7 @@ def tiled(
         return _traced(fn, x, chunks, dim, bound, preserve_rng_state)
 
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return run_in_chunks(fn, forward, x, dim, chunks, bound, preserve_rng_state, check)
+        return run_in_chunks(fn, forward, x, dim, chunks, bound, check=check, preserve_rng_state=preserve_rng_state)
 
     if not isinstance(fn, nn.Module) or _is_transformed():
         return run(fn, x)
@@ -153,19 +141,19 @@ def run_in_chunks(
     dim: int,
     chunks: int | None,
     workspace: int,
-    preserve_rng_state: bool = False,
+    is_inside: bool = False,
     check: bool = False,
+    **options: Any,
 ) -> Tensor:
-    """Implements `tiled`. forward: fn, or the module's own forward inside a call of fn. dim: not negative."""
+    """Implements `tiled`. forward: fn, or the module's own forward inside a call of fn. dim: not negative. is_inside: one chunk
+    that fits the workspace is no checkpoint. options: those of `checkpoint`."""
     if _is_transformed():
         return forward(x)
     tokens, axis = x.shape[dim], Axis(dim)
     length = max(1, -(-tokens // (chunks or 1)))
-    if (
-        chunks is None and tokens > FLOOR
-    ):  # as many as fit; transients beside x, dx, y and dy: twice what is saved and returned
-        is_module = isinstance(fn, nn.Module)
-        known, rest = _measured.setdefault(fn, {}) if is_module else {}, x.shape[dim + 1 :]
+    if chunks is None and tokens > FLOOR:
+        is_module, rest = isinstance(fn, nn.Module), x.shape[dim + 1 :]
+        known = _measured.setdefault(fn, {}) if is_module else {}
         key = (
             x.shape[:dim],
             rest,
@@ -176,21 +164,15 @@ def run_in_chunks(
             is_module and fn.training,
         )
         if key not in known:
-            sizes = []
-            try:
-                for n in (FLOOR, 2 * FLOOR):
-                    with on_fakes(), _no_cast_cache():
-                        probe = torch.empty((*x.shape[:dim], n, *rest), dtype=x.dtype, device=x.device)
-                        output, saved = saved_by(forward, probe.requires_grad_(x.is_floating_point()))
-                        returned = storages_of([output] if isinstance(output, Tensor) else [])
-                        sizes.append(sum((saved | returned).values()))
-            except _NOT_FAKEABLE as error:
-                raise RuntimeError(
-                    f"tiled: {_name(fn)} does not run on fake tensors, so the tokens that fit the workspace cannot be "
-                    f"measured: pass chunks. The error was {type(error).__name__}: {error}"
-                ) from error
-            known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)  # bytes of a token
+            with _without_trace(forward, x), torch.enable_grad(), caching_nothing():
+                try:
+                    with on_fakes():
+                        known[key] = _bytes_of_token(forward, x, dim)
+                except Exception:  # a forward that reads values finds none
+                    known[key] = _bytes_of_token(forward, x, dim)
         length = even(tokens, max(FLOOR, workspace // max(known[key], 1)))
+    if is_inside and chunks is None and tokens <= length:
+        return forward(x)
     if check:
         check_token_wise(fn, forward, x, dim, length)
     if parametrize._cache_enabled:
@@ -205,9 +187,36 @@ def run_in_chunks(
             length,
             functools.partial(_returned, fn, dim),
             lambda _, part: part.new_empty((*part.shape[:dim], tokens, *part.shape[dim + 1 :])),
-            preserve_rng_state=preserve_rng_state,
+            **options,
         )
     return y
+
+
+@_no_cast_cache()
+def _bytes_of_token(forward: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> int:
+    """Returns the transient bytes of a token beside x, dx, y and dy: twice what is saved and returned."""
+    sizes, count = [], min(FLOOR, x.shape[dim] // 2)
+    for n in (count, 2 * count):
+        part = x.detach().narrow(dim, 0, n).clone().requires_grad_(x.is_floating_point())
+        with deciding_nothing():  # a recompute, which does not measure, replays decisions
+            output, saved = saved_by(forward, part)
+        sizes.append(sum((saved | storages_of([output] if isinstance(output, Tensor) else [])).values()))
+    return -(-2 * (sizes[1] - sizes[0]) // count)
+
+
+@contextlib.contextmanager
+def _without_trace(forward: Callable, x: Tensor) -> Iterator[None]:
+    """Restores random states and buffers afterwards."""
+
+    def restore(buffer: Tensor, value: Tensor) -> None:
+        if not torch.equal(buffer, value):
+            buffer.copy_(value)
+
+    with torch.random.fork_rng([x.device] if x.is_cuda else []), contextlib.ExitStack() as stack:
+        for buffer in (b for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)):
+            if type(buffer) is Tensor and not buffer.is_meta:  # a fake tensor has no values
+                stack.callback(restore, buffer, buffer.clone())
+        yield
 
 
 @contextlib.contextmanager
@@ -269,10 +278,6 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
     places = torch.arange(tokens, device=x.device)
     poisoned, bad = places < 0, list[str]()
 
-    def restore(buffer: Tensor, value: Tensor) -> None:
-        if not torch.equal(buffer, value):
-            buffer.copy_(value)
-
     def random_state() -> Tensor:
         cuda = [torch.cuda.get_rng_state(x.device)] if x.is_cuda else []
         return torch.cat([torch.get_rng_state(), *cuda])
@@ -288,10 +293,7 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
         if after is not None and after.any() and before is not None and not before.any():
             bad.append(f" (in {name}: {type(module).__name__})")
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([x.device] if x.is_cuda else []))
-        for buffer in (b for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)):
-            stack.callback(restore, buffer, buffer.clone())
+    with _without_trace(forward, x):
         before, whole = random_state(), forward(x)
         draws = not torch.equal(before, random_state())
         _returned(fn, dim, whole, tokens)
@@ -311,18 +313,21 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
         if draws:
             return
         narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda
-        largest = whole.abs().amax().item() if whole.numel() else 0.0
-        chunks = zip(x.split(length, dim), whole.split(length, dim), strict=True)
-        for start, (chunk, expected) in zip(range(0, tokens, length), chunks, strict=True):
-            size, part = chunk.shape[dim], forward(chunk)
-            if part.shape != expected.shape:
-                raise ShapeError(
-                    f"tiled: {_name(fn)} returned {tuple(part.shape)} for {size} tokens, not {tuple(expected.shape)}"
-                )
-            difference = (part.double() - expected.double()).abs().nan_to_num().amax().item() if part.numel() else 0.0
-            if difference > (NEAR_16_BIT if narrow else NEAR) * largest:
-                raise ValueError(
-                    f"tiled: {_name(fn)} is not token-wise along dimension {dim}: run alone, tokens {start} to "
-                    f"{start + size - 1} give an output that differs by {difference:.3g} where the largest is {largest:.3g}. "
-                    "Does it read a position, or the number of tokens?"
-                )
+        # where all tokens are the same, one expert gets all, and shows a limit
+        same = x.narrow(dim, 0, 1).expand_as(x).clone()
+        for tensor, result in ((x, whole), (same, forward(same))):
+            largest = result.abs().amax().item() if result.numel() else 0.0
+            chunks = zip(tensor.split(length, dim), result.split(length, dim), strict=True)
+            for start, (chunk, expected) in zip(range(0, tokens, length), chunks, strict=True):
+                end, part = start + chunk.shape[dim], forward(chunk)
+                if part.shape != expected.shape:
+                    raise ShapeError(
+                        f"tiled: {_name(fn)} returned {tuple(part.shape)} for {end - start} tokens, not {tuple(expected.shape)}"
+                    )
+                apart = (part.double() - expected.double()).abs().nan_to_num().amax().item() if part.numel() else 0.0
+                if apart > (NEAR_16_BIT if narrow else NEAR) * largest:
+                    raise ValueError(
+                        f"tiled: {_name(fn)} is not token-wise along dimension {dim}: run alone, tokens {start} to {end - 1} "
+                        f"give an output that differs by {apart:.3g} where the largest is {largest:.3g}. "
+                        "Does it read a position, or the number of tokens?"
+                    )

@@ -14,7 +14,7 @@ from support.architectures import RMSNorm
 from torch import nn
 
 import ckptkern
-from ckptkern.conversion.heads import BeforeHead
+from ckptkern.conversion.tiled import Tiled
 from ckptkern.memory import peak_memory
 
 
@@ -84,7 +84,7 @@ def test_it_takes_tokens_in_chunks_within_the_workspace():
 def test_what_is_not_a_norm_of_each_token_or_saves_little_is_left(kind):
     ours, theirs, row = converted(kind())
     assert row is None or row.replaced_by is None
-    assert not isinstance(ours.body[1].forward, BeforeHead)
+    assert not isinstance(ours.body[1].forward, Tiled)
     assert_same_step(ours, theirs)
 
 
@@ -153,7 +153,7 @@ def test_a_transform_before_the_head_and_embeddings_save_their_inputs():
     assert_same_step(ours, theirs)
     assert conversion.calls == {"fused": 4, "checkpointed": 2, "original": 0}
     ours.body.dense.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="it has a hook"):
+    with pytest.warns(UserWarning, match="dense has a hook"):
         assert_same_step(ours, theirs)
 
 
