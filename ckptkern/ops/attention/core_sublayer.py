@@ -324,9 +324,13 @@ class CoreSublayer(Sublayer):
         grads.plan = self.plan(need, saved)
         if "f" in grads.plan.values:
             # the input of a norm after the branch is needed before the gradient from which delta is computed
+            fits, attended = self.division.groups == 1, {}
             if saved.get("out") is None:
-                saved |= self.attend(self.division.groups == 1)
-            f = self.branch(saved)
+                attended = self.attend(fits)
+            f = self.branch(saved | attended)
+            if fits:  # groups of heads compute it again
+                saved |= attended
+            attended = None
             grads.plan = self.plan(need, saved, f)
         dy, df, gradients = self.branch_gradients(saved.pop("dy"), f, need)
         f = du = None
