@@ -262,6 +262,19 @@ def test_what_is_computed_of_a_small_table_is_cut_and_what_has_no_gradient_gets_
     assert stage_of["embedding"].length < S
 
 
+def test_a_value_that_is_read_whole_and_through_a_view():
+    class Shifts(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.out(x).cumsum(1)
+            return x + F.pad(x[..., 1:], (1, 0))
+
+    torch.manual_seed(0)
+    layer, x = Shifts(), torch.randn(3, S, D)
+    parts, run = in_parts(layer, workspace=2**12)
+    assert_close(*([y.detach() for y in f(x)] for f in (run, layer)))
+    assert all(parts.plans.values()), parts.why
+
+
 def test_scores_that_a_layer_returns_are_computed_where_they_are_read():
     class Returns(Heads):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
