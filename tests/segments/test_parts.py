@@ -16,7 +16,7 @@ from ckptkern.segments import stages
 from ckptkern.segments.axes import name_of
 from ckptkern.segments.decisions import Decisions
 from ckptkern.segments.parts import Parts
-from ckptkern.segments.recorded import is_traced, traced_call
+from ckptkern.segments.recorded import is_traced, traced_call, undrawn
 
 D, H, S = 32, 4, 96
 
@@ -337,6 +337,14 @@ def test_what_samples_or_writes_is_not_cut():
         assert any(reason in parts.why for reason in why.split("|")), parts.why
         if isinstance(layer, Writes):
             assert layer.count.tolist() == [4, 4, 4]
+
+
+def test_numbers_that_numpy_holds_back_are_drawn_too():
+    numpy = pytest.importorskip("numpy")
+    numpy.random.seed(0)
+    numpy.random.normal()  # which draws two
+    with pytest.raises(stages.Uncut, match="NumPy's random numbers"), undrawn():
+        numpy.random.normal()
 
 
 def test_a_length_is_planned_once_and_a_copy_plans_anew():
