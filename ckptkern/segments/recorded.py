@@ -95,8 +95,8 @@ torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
 def drawn_elsewhere() -> tuple:
     """Returns the states of Python's and NumPy's global generators, which a recompute does not restore."""
     numpy = sys.modules.get("numpy.random")
-    _, keys, place, *_ = ((), (), 0) if numpy is None else numpy.get_state()
-    return random.getstate(), list(keys), place
+    _, keys, *others = ((), ()) if numpy is None else numpy.get_state()
+    return random.getstate(), list(keys), others
 
 
 @contextlib.contextmanager

@@ -247,11 +247,11 @@ class Planner:
             shown = views.get(base, [])
             ends = [
                 node
-                for node in shown
+                for node in (base, *shown)
                 if not is_list(node)
                 and (node in stage.results or not all(user in shown for user in node.users if user in stage.nodes))
             ]
-            if shown and sum(map(size_of, ends)) < size_of(base) and not any(node in stage.results for node in ends):
+            if sum(map(size_of, ends)) < size_of(base) and not any(node in stage.results for node in ends):
                 del stage.inputs[base]
                 for node in shown:
                     del stage.nodes[node]

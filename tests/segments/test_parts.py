@@ -16,7 +16,7 @@ from ckptkern.segments import stages
 from ckptkern.segments.axes import name_of
 from ckptkern.segments.decisions import Decisions
 from ckptkern.segments.parts import Parts
-from ckptkern.segments.recorded import is_traced, traced_call
+from ckptkern.segments.recorded import is_traced, traced_call, undrawn
 
 D, H, S = 32, 4, 96
 
@@ -262,6 +262,19 @@ def test_what_is_computed_of_a_small_table_is_cut_and_what_has_no_gradient_gets_
     assert stage_of["embedding"].length < S
 
 
+def test_a_value_that_is_read_whole_and_through_a_view():
+    class Shifts(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.out(x).cumsum(1)
+            return x + F.pad(x[..., 1:], (1, 0))
+
+    torch.manual_seed(0)
+    layer, x = Shifts(), torch.randn(3, S, D)
+    parts, run = in_parts(layer, workspace=2**12)
+    assert_close(*([y.detach() for y in f(x)] for f in (run, layer)))
+    assert all(parts.plans.values()), parts.why
+
+
 def test_scores_that_a_layer_returns_are_computed_where_they_are_read():
     class Returns(Heads):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,6 +337,14 @@ def test_what_samples_or_writes_is_not_cut():
         assert any(reason in parts.why for reason in why.split("|")), parts.why
         if isinstance(layer, Writes):
             assert layer.count.tolist() == [4, 4, 4]
+
+
+def test_numbers_that_numpy_holds_back_are_drawn_too():
+    numpy = pytest.importorskip("numpy")
+    numpy.random.seed(0)
+    numpy.random.normal()  # which draws two
+    with pytest.raises(stages.Uncut, match="NumPy's random numbers"), undrawn():
+        numpy.random.normal()
 
 
 def test_a_length_is_planned_once_and_a_copy_plans_anew():
