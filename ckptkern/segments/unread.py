@@ -30,7 +30,8 @@ def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any])
                 "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
                 "their layer has changed since the call; read them before the optimizer's step"
             )
-        return tree_flatten(forward())[0]
+        with torch.enable_grad():  # the first to read may do so without gradients
+            return tree_flatten(forward())[0]
 
     return leaves
 

@@ -324,3 +324,16 @@ def test_what_is_computed_in_place_of_parameters_alone():
     assert [row.replaced_by for row in layers] == ["checkpoint"] * 2
     assert all("in parts" in row.reason for row in layers), "the check of the parts passes"
     torch.testing.assert_close(step(model, x), step(plain, x))
+
+
+def test_weights_that_are_first_read_without_gradients_have_them():
+    x, results, model = torch.randn(1, 512, D), [], Weighed()
+    copied = copy.deepcopy(model)
+    ckptkern.convert(model, x, recompute="full", workspace=WORKSPACE)
+    for m in (model, copied):
+        y, weights = m.layers[0](x)
+        with torch.no_grad():
+            weights.mean().item()
+        (y.sum() + weights.square().sum()).backward()
+        results.append(m.layers[0].q.weight.grad)
+    assert (results[0] - results[1]).norm() <= 1e-4 * results[1].norm()
