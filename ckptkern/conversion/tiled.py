@@ -180,8 +180,8 @@ def tiled_inside(
                 continue
             seen.add(m)
             is_plain = m in inputs and not any(map(hooked, m.modules()))
-            if is_plain and (found := tiled(own, m, inputs[m], recompute, True)):
-                yield found
+            if is_plain and (outcome := tiled(own, m, inputs[m], recompute, True)):
+                yield outcome
             else:
                 yield from visit(own, m)
 

@@ -212,7 +212,10 @@ def _without_trace(forward: Callable, x: Tensor) -> Iterator[None]:
         if not torch.equal(buffer, value):
             buffer.copy_(value)
 
-    with torch.random.fork_rng([x.device] if x.is_cuda else []), contextlib.ExitStack() as stack:
+    with (
+        torch.random.fork_rng([x.device] if x.is_cuda and torch.cuda.is_initialized() else []),
+        contextlib.ExitStack() as stack,
+    ):
         for buffer in (b for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)):
             if type(buffer) is Tensor and not buffer.is_meta:  # a fake tensor has no values
                 stack.callback(restore, buffer, buffer.clone())

@@ -66,7 +66,8 @@ def assert_converted(model, *replaced_by):
     """The same loss and gradients as before, by these ops."""
     theirs = step(model)
     conversion = convert(model)
-    assert fused_of(conversion) == [*replaced_by], str(conversion)
+    # modules inside a checkpoint may be tiled
+    assert [kind for kind in fused_of(conversion) if kind != "tiled"] == [*replaced_by], str(conversion)
     assert_same(step(model), theirs, 1e-4)
     return conversion
 
