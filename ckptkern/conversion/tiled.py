@@ -80,7 +80,6 @@ class Tiled(Forward):
             self.chunks,
             choose_workspace("tiled", self.workspace, x),
             self.is_inside,
-            preserve_rng_state=bool(self.module._modules),
             context_fn=self.context_fn,
         )
 
@@ -162,7 +161,7 @@ def tiled_inside(
     name: str, module: nn.Module, call: Call, recompute: str, leaves: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[Row, Tiled]]:
     """Yields what `tiled` returns of modules inside, the outermost that are token-wise. leaves: says which modules to leave."""
-    inputs: dict[nn.Module, Tensor] = {}
+    inputs, seen = dict[nn.Module, Tensor](), set[nn.Module]()
 
     def note(m: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if len(args) == 1 and not kwargs and is_floating(args[0]) and args[0].dim() > 1:
@@ -177,8 +176,9 @@ def tiled_inside(
     def visit(path: str, outer: nn.Module) -> Iterator[tuple[Row, Tiled]]:
         for child, m in outer.named_children():
             own = f"{path}.{child}" if path else child
-            if not runs_class_forward(m) or leaves(own, m):
+            if m in seen or not runs_class_forward(m) or leaves(own, m):
                 continue
+            seen.add(m)
             is_plain = m in inputs and not any(map(hooked, m.modules()))
             if is_plain and (found := tiled(own, m, inputs[m], recompute, True)):
                 yield found

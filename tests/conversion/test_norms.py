@@ -80,6 +80,17 @@ def test_it_takes_tokens_in_chunks_within_the_workspace():
     assert peaks[0] < 2 * x.nbytes + 2**16 < peaks[1], peaks  # y and dx; x.grad is there
 
 
+class Dropping(Biased):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+def test_its_recompute_samples_the_same_dropout():
+    ours, theirs, row = converted(Dropping(), recompute="full")
+    assert row.replaced_by == "tiled"
+    assert_same_step(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", [OverTokens, Counting, lambda: nn.LayerNorm(WIDTH)])
 def test_what_is_not_a_norm_of_each_token_or_saves_little_is_left(kind):
     ours, theirs, row = converted(kind())
