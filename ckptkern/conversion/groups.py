@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from ..ops.dispatch.choices import own_modes
 from ..segments.reachable import makes_cached
 from ..segments.segment import Span
+from ..segments.unread import read
 from .binding import Forward, Fused, Own, forward_of, is_cache, without_caches
 from .report import Row
 
@@ -56,7 +57,8 @@ class Group:
             or (caches and not forward.may_leave_empty(caches))
         ):
             return forward.run(*args, **kwargs)
-        args, kwargs = without_caches((args, kwargs)) if caches else (args, kwargs)
+        # a recompute of the region would not read again what its forward has read
+        args, kwargs = read(without_caches((args, kwargs)) if caches else (args, kwargs))
         # a layer's op in its own mode: its backward comes long after its recompute
         run = own_modes()(forward.run) if isinstance(forward, (Fused, Own)) else forward.run
         after, open_ = self.open  # perhaps another thread's, whose tensors are not this call's

@@ -26,8 +26,6 @@ from .recorder import saved_bytes
 from .report import AGAIN, Row
 from .trace import Call, Unreadable, is_floating
 
-CHECKED = 256  # tokens that are checked
-
 
 def kinds_of(tensors: Iterable[Tensor | None]) -> str:
     """Returns the names of the tensors' classes other than Tensor and Parameter."""
@@ -137,14 +135,14 @@ def tiled(
 ) -> tuple[Row, Tiled] | None:
     """Returns (the module's row in the table, its new forward); None if it is not token-wise, or saves hardly more than its
     input, x. is_inside, head: as in Tiled."""
-    row, few = Row(name, type(module).__name__, "tiled"), x[..., :CHECKED, :]
+    row = Row(name, type(module).__name__, "tiled")
     try:
         with unmoved(module):
-            forward, before = Tiled(module.eval(), recompute, few, head), attributes_of(module)
+            forward, before = Tiled(module.eval(), recompute, x, head), attributes_of(module)
             for mode in (False, True):  # some forwards limit an expert's tokens in training only
                 module.train(mode)
-                check_token_wise(module, forward.hidden, few, x.dim() - 2, few.shape[-2])
-                if adds_gradients(module, forward.hidden, few):
+                check_token_wise(module, forward.hidden, x, x.dim() - 2, x.shape[-2])
+                if adds_gradients(module, forward.hidden, x):
                     return None
             after = attributes_of(module.eval())
             if any(a is not b for a, b in itertools.zip_longest(before, after)):  # the last chunk would leave its own

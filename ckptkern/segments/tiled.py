@@ -300,19 +300,19 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
         before, whole = random_state(), forward(x)
         draws = not torch.equal(before, random_state())
         _returned(fn, dim, whole, tokens)
-        with contextlib.ExitStack() as hooks:
-            for name, module in fn.named_modules() if isinstance(fn, nn.Module) and x.is_floating_point() else ():
-                if name:
+        for poisoned in (places < length, places >= length, places % 2 == 0) if x.is_floating_point() else ():
+            at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
+            affected = spread(forward(poison := x.masked_fill(at, float("nan"))))
+            if affected is None or not affected.any():
+                continue
+            with contextlib.ExitStack() as hooks:  # which a fused module inside would not run with
+                for name, module in list(fn.named_modules())[1:] if isinstance(fn, nn.Module) else ():
                     hooks.callback(module.register_forward_hook(functools.partial(watch, name)).remove)
-            for poisoned in (places < length, places >= length, places % 2 == 0) if x.is_floating_point() else ():
-                bad.clear()
-                at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
-                affected = spread(forward(x.masked_fill(at, float("nan"))))
-                if affected is not None and affected.any():
-                    raise ValueError(
-                        f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
-                        f"{int(affected.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
-                    )
+                forward(poison)
+            raise ValueError(
+                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
+                f"{int(affected.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
+            )
         if draws:
             return
         narrow = whole.dtype.itemsize <= 2 or torch.is_autocast_enabled(x.device.type) or x.is_cuda

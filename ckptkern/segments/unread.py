@@ -4,12 +4,16 @@ them when they are read."""
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..ops.dispatch.choices import autocast_dtype
 
 # Attributes of a placeholder that need no values: data parallelism reads them of all outputs, to hook those with a gradient,
 # and a region of several layers reads versions.
@@ -19,18 +23,23 @@ ANSWERED = frozenset(
 
 
 def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any]) -> Callable[[], list[Any]]:
-    """Returns a function that runs one call of an original forward once, and returns the leaves of its results."""
+    """Returns a function that runs an original forward once, in the modes of its call, and returns the leaves of its
+    results."""
     reads = [value for value in (*module.parameters(), *flat) if isinstance(value, Tensor) and not value.is_inference()]
-    versions = [tensor._version for tensor in reads]
+    versions, parameters = [tensor._version for tensor in reads], [*module.parameters()]
+    x = next(value for value in flat if isinstance(value, Tensor))
+    trains, dtype = torch.is_grad_enabled(), autocast_dtype(x)
 
     @functools.cache
     def leaves() -> list[Any]:
-        if [tensor._version for tensor in reads] != versions:
+        moved = any(map(operator.is_not, module.parameters(), parameters))
+        if moved or [tensor._version for tensor in reads] != versions:
             raise RuntimeError(
                 "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
-                "their layer has changed since the call; read them before the optimizer's step"
+                "their layer has changed since the call; read them before the optimizer's step, and inside functional_call"
             )
-        with torch.enable_grad():  # the first to read may do so without gradients
+        autocast = torch.autocast(x.device.type, dtype, dtype is not None) if x.is_cpu or x.is_cuda else nullcontext()
+        with torch.inference_mode(False), torch.set_grad_enabled(trains), autocast:
             return tree_flatten(forward())[0]
 
     return leaves
@@ -58,8 +67,10 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        def values(tensor: Unread) -> Tensor:
-            return tensor.__dict__["original"]()[tensor.__dict__["at"]]
-
-        args, kwargs = tree_map_only(Unread, values, (args, kwargs or {}))
+        args, kwargs = read((args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def read(values: Any) -> Any:
+    """Returns the values with those of placeholders in them."""
+    return tree_map_only(Unread, lambda tensor: tensor.__dict__["original"]()[tensor.__dict__["at"]], values)

@@ -88,6 +88,52 @@ def test_experts_that_read_counts_run_in_chunks_of_tokens(layer, how):
     assert all("forward" not in vars(m) for m in ours.modules())
 
 
+class Fused(nn.Module):
+    """Experts that are one op each, in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, WIDE), nn.GELU(), nn.Linear(WIDE, D)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.router(rows).softmax(-1).topk(TOP)
+        y = torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == i)
+            y = y.index_add(0, token, expert(rows[token]) * weights[token, place, None])
+        return y.view_as(x)
+
+
+@pytest.mark.parametrize("layer", [Layer, Switches])
+def test_fused_experts_run_in_chunks_of_tokens(layer, recwarn):
+    ours, theirs, conversion = converted(Fused, layer)
+    rows = {row.name: row.replaced_by for row in conversion}
+    assert (rows["layers.0.mlp"], rows["layers.0.mlp.experts.0"]) == ("tiled", "mlp_block")
+    assert_same_steps(ours, theirs, torch.randn(1, 700, D))
+    assert not any("not fused" in str(warning.message) for warning in recwarn)
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        experts = Experts()
+        self.first, self.second = nn.ModuleList([experts]), nn.ModuleList([experts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first[0](x)
+        return y - y.mean(-2, keepdim=True) + self.second[0](x)
+
+
+def test_experts_with_two_names_run_in_chunks_of_tokens():
+    ours, theirs, conversion = converted(Shares, Switches)
+    assert "tiled" in {row.replaced_by for row in conversion if "layers.0" in row.name}
+    assert_same_steps(ours, theirs, torch.randn(1, 700, D))
+
+
 class Limited(Experts):
     """Drops tokens beyond an expert's capacity, nearly twice its even share, so that few samples show it."""
 
@@ -103,6 +149,11 @@ class Limited(Experts):
 class LimitedInTraining(Limited):
     def capacity(self, tokens: int) -> float:
         return super().capacity(tokens) if self.training else tokens
+
+
+class LimitedTo(Limited):
+    def capacity(self, tokens: int) -> float:
+        return 300
 
 
 class Adding(torch.autograd.Function):
@@ -141,9 +192,9 @@ class Keeping(Experts):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Limited, LimitedInTraining, Balanced, Centred, Placed, Keeping])
+@pytest.mark.parametrize("kind", [Limited, LimitedInTraining, LimitedTo, Balanced, Centred, Placed, Keeping])
 def test_experts_that_look_token_wise_stay_whole(kind):
-    ours, theirs, conversion = converted(kind, Switches)
+    ours, theirs, conversion = converted(kind, Switches, tokens=700)
     assert all(row.replaced_by != "tiled" for row in conversion)
     assert_same_steps(ours, theirs, torch.randn(1, 700, D))
 

@@ -350,21 +350,25 @@ def read_precision() -> str:
 # Modules whose unpack hooks show a checkpoint: torch's, ours in forward, and ours in recompute.
 _TRANSFORMS, _BACKWARD = int(Observed.TRANSFORMS), int(Observed.BACKWARD)
 _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 RECOMPUTING = ("torch.utils.checkpoint", unpack_saved.__module__, "ckptkern.segments.segment")
 
 
 class _Nested(threading.local):
-    """State of this thread. keeps_modes: ops use their own mode inside a region (`nn.LayerStack`)."""
+    """State of this thread. region: the saved-tensor hooks of the region in which ops use their own mode (`nn.LayerStack`)."""
 
-    keeps_modes = False
+    region: object = False
 
 
 _NESTED = _Nested()
 
 
-def own_modes() -> AbstractContextManager[None]:
-    """Lets ops use their own modes inside a region of several layers, which recomputes what they do not save."""
-    return setting(_NESTED, "keeps_modes", True)
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Lets ops use their own modes inside a region of several layers, which recomputes what they do not save. Not in a region
+    inside it, whose recompute in backward runs without this context."""
+    with setting(_NESTED, "region", _top_hooks(True)):
+        yield
 
 
 def choose_mode(recompute: str) -> str:
@@ -376,14 +380,14 @@ def choose_mode(recompute: str) -> str:
     if recompute == "none" or torch.compiler.is_compiling():
         return recompute
     seen = observe(())
-    if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.keeps_modes:
+    if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.region == _top_hooks(True):
         return recompute
-    return "none" if seen & _BACKWARD or in_region() else recompute
+    return "none" if in_region() or (seen & _BACKWARD and _NESTED.region is False) else recompute
 
 
 def in_region() -> bool:
     """Returns whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint or its recompute."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_hooks(True)
     return getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
 
 
