@@ -114,10 +114,9 @@ class TransformerLayer(SublayerOp):
             if o.parallel:
                 mid = x
             elif mid is None:  # the next sublayer's input, from core attention, which is recomputed if it was not saved
-                attended, fits = core, sublayer.division.groups == 1
-                if not core:  # with raw projections, as backward reads them; groups of heads compute all of it again
-                    attended = sublayer.attend(save_raw=fits)
-                    core = attended if fits else core
+                fits = sublayer.division.groups == 1  # groups of heads compute all of it again
+                attended = core or sublayer.attend(save_raw=fits)  # with raw projections, as backward reads them
+                core = attended if fits else core
                 mid = unflattened(sublayer.output(sublayer.branch(attended)), x)
                 attended = None
             sublayer.held.clear()  # frees dequantised weights: the next sublayer has a workspace of its own

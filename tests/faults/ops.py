@@ -331,7 +331,7 @@ OPS = [
     Fault(
         "dispatch: an op inside a checkpoint saves for itself",
         "ckptkern/ops/dispatch/choices.py",
-        'return «"none" if seen & _BACKWARD or in_region() else recompute»',
+        'return «"none" if in_region() or (seen & _BACKWARD and _NESTED.region is False) else recompute»',
         "recompute",
         ("tests/ops/test_op.py -k inside_a_checkpoint",),
     ),
