@@ -373,8 +373,8 @@ class WeighingAgain(Weighing):
 @pytest.mark.parametrize("every", [1, 2])
 def test_weights_that_the_next_layer_reads(every):
     theirs, x = Weighed(), torch.randn(1, 512, D)
-    for one in theirs.layers:
-        one.__class__ = WeighingAgain
+    for layer in theirs.layers:
+        layer.__class__ = WeighingAgain
     ours, results = copy.deepcopy(theirs), []
     ours.__class__ = theirs.__class__ = Passing
     ckptkern.convert(ours, x, recompute="full", workspace=WORKSPACE, every=every)

@@ -45,9 +45,9 @@ def converted(
 ) -> tuple[nn.Module, nn.Module, ckptkern.Conversion]:
     """Returns (a converted model, the model as it was, the table)."""
     theirs = Model(attention, F.gelu)
-    for i, one in enumerate(theirs.layers):
+    for i, inner in enumerate(theirs.layers):
         torch.manual_seed(i)
-        one.__class__, one.mlp = layer, kind()
+        inner.__class__, inner.mlp = layer, kind()
     ours = copy.deepcopy(theirs)
     return ours, theirs, ckptkern.convert(ours, torch.randn(1, tokens, D), recompute="full", workspace=WORKSPACE)
 
