@@ -61,15 +61,25 @@ def set_function_modes(modes: tuple[Any, list]) -> None:
     _C._set_torch_function_state(state)
 
 
+_latest: dict[torch.device, TensorWeakRef] = {}
+
+
 def read_generator(generator: torch.Generator) -> Tensor:
+    """Returns the generator's state: the same tensor as long as nothing is drawn, so that many regions hold one."""
     try:
-        return generator.get_state()
+        state = generator.get_state()
     except RuntimeError as error:
         raise RuntimeError(
             f"ckptkern.checkpoint: the random state of {generator.device} cannot be read here: {error}. In a CUDA graph "
             "capture use preserve_rng_state=False, and ckptkern.dropout or ckptkern's layers for dropout: they replay their "
             "masks from a tensor of their own."
         ) from error
+    latest = _latest.get(generator.device, lambda: None)()
+    with _C.DisableTorchFunction(), _C._DisableTorchDispatch():
+        if latest is not None and torch.equal(latest, state):
+            return latest
+        _latest[generator.device] = TensorWeakRef(state)
+    return state
 
 
 class _Saved(torch.autograd.Function):

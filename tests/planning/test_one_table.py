@@ -6,6 +6,7 @@ import torch
 import ckptkern
 from ckptkern.conversion.recorder import set_gradients
 from ckptkern.memory import format_size, peak_memory
+from ckptkern.state import LOADED
 
 pytest.importorskip("scipy")
 pytest.importorskip("transformers")
@@ -60,7 +61,9 @@ def test_they_say_what_a_step_takes(config):
         assert f"a step peaks at {format_size(said)} instead of {format_size(conversion.peak_before)}" in str(
             conversion
         )
-        assert peaks_of(model, "cpu") == (said, said, said)
+        # a profiler also sees the random state that Python's state module holds
+        unseen = 0 if LOADED.module else torch.get_rng_state().nbytes
+        assert peaks_of(model, "cpu") == (said + unseen,) * 3
     assert said == pytest.approx(peak.bytes, rel=0.05)
     assert said < 0.5 * conversion.peak_before
 
