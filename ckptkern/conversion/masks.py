@@ -9,9 +9,11 @@ which layers pass as `s_aux`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -122,9 +124,20 @@ def mask_function(
         if attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length:
             # kernels are quicker without a mask; what a tensor holds is not known where it is traced
             return None if not torch.compiler.is_compiling() and bool(attention_mask.all()) else attention_mask
+    if not (options.get("use_vmap") or torch.compiler.is_compiling()):
+        options["mask_function"] = functools.partial(by_rows, options.get("mask_function", causal_mask_function))
     return sdpa_mask(
         q_length=q_length, kv_length=kv_length, q_offset=q_offset, attention_mask=attention_mask, **options
     )
+
+
+def by_rows(function: Callable[..., Tensor], batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Computes a mask function of transformers a part of the rows at a time: of differences of places, [S, S] takes more than
+    the mask. The arguments broadcast; rows: [1, 1, S, 1]."""
+    one, two = (function(batch, head, rows[:, :, :count], keys) for count in (1, 2))
+    if one.shape == two.shape:  # of no row's place
+        return function(batch, head, rows, keys)
+    return torch.cat([function(batch, head, part, keys) for part in rows.chunk(16, 2)], 2)
 
 
 def signature_of(forward: Any) -> inspect.Signature:

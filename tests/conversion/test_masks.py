@@ -17,9 +17,15 @@ import ckptkern
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from ckptkern.conversion import masks  # noqa: E402
+from ckptkern.memory import peak_memory  # noqa: E402
 
 __all__ = ["masks_of_layers"]  # a fixture
 WITH_SINKS = [name for name in ("GraniteSWAForCausalLM", "FlintForCausalLM") if name in MODELS]
@@ -40,6 +46,8 @@ def window(size):
         dict(allow_is_causal_skip=False),
         dict(kv_offset=2),
         window(4),
+        dict(mask_function=bidirectional_mask_function, allow_is_causal_skip=False),
+        dict(mask_function=sliding_window_bidirectional_mask_function(3), q_length=1, kv_length=10),
         dict(attention_mask=torch.arange(8).view(2, 4) % 3 > 0),
     ],
     ids=" ".join,
@@ -59,6 +67,17 @@ def test_a_window_is_the_configurations():
     config.attention_chunk_size = 4
     for other in (transformers.MistralConfig(sliding_window=5), transformers.LlamaConfig(), config):
         assert torch.equal(masks.mask_function(**windowed, config=other), sdpa_mask(**windowed))
+
+
+def test_a_mask_s_differences_of_places_are_of_some_rows_at_a_time():
+    arguments = dict(batch_size=1, q_length=512, kv_length=512, allow_is_causal_skip=False)
+    arguments["mask_function"] = sliding_window_bidirectional_mask_function(3)
+    peaks = []
+    for function in (sdpa_mask, masks.mask_function):
+        with peak_memory("cpu") as peak:
+            mask = function(**arguments)
+        peaks.append(peak.bytes / mask.nbytes)
+    assert peaks[1] < 3.5 < 16 < peaks[0], peaks
 
 
 def test_no_square_is_written():
