@@ -278,3 +278,14 @@ def test_a_bias_is_added_in_an_epilogue(case, mode, workspace):
         gradients(call, call.make())
     assert biases.found
     assert all(result.is_contiguous() for result in biases.found)
+
+
+def test_gradients_of_a_mask_that_layers_share_are_added_in_place():
+    t = inputs(attn_mask=(2, 4, 7, 5))
+    mask = t.pop("attn_mask") * 1
+    y = sum(ckptkern.scaled_dot_product_attention(*(t[n] for n in ("query", "key", "value")), mask) for _ in range(3))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        y.sum().backward()
+    added = [event for event in profile.events() if event.input_shapes[:2] == [list(mask.shape)] * 2]
+    of_engine = {event.name for event in added if event.cpu_parent.name.startswith("autograd::engine")}
+    assert of_engine == {"aten::add_"}

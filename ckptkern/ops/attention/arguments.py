@@ -164,7 +164,9 @@ def as_mask(op: str, attn_mask: Tensor, x: Tensor, wanted: tuple[int, int, int, 
     shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
         raise ShapeError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
-    return attn_mask.reshape(shape)
+    return (
+        attn_mask if attn_mask.dim() == 4 else attn_mask.reshape(shape)
+    )  # autograd adds no gradients of views in place
 
 
 def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tensor:
