@@ -67,7 +67,8 @@ def build(model_class: type) -> nn.Module:
 
 def loss_of(inputs: dict[str, Any], model: nn.Module) -> Tensor:
     torch.manual_seed(0)
-    return measure.loss_of(model(**inputs))
+    is_wide = next(model.parameters()).dtype == torch.float64
+    return measure.loss_of(model(**(measure.wide(inputs) if is_wide else inputs)))
 
 
 def with_checkpoints(model: nn.Module) -> nn.Module:
