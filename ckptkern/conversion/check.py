@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..frozen import Frozen
+from ..ops.dispatch.choices import setting
 from .protection import seeded
-from .quantized import is_quantised, multiplies_dequantised, packed_in, setting
+from .quantized import is_quantised, multiplies_dequantised, packed_in
 from .trace import Unreadable
 
 ROUNDING = 1e-3  # sums over many tokens in float32 may differ so much
@@ -79,8 +80,8 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
     dequantised = list(filter(multiplies_dequantised, module.modules()))
     with (
         replacing(module, random_like, wide),
-        setting(dequantised, "__class__", nn.Linear),
-        setting([parametrization[0] for parametrization in packed], "__class__", nn.Identity),
+        setting("__class__", nn.Linear, *dequantised),
+        setting("__class__", nn.Identity, *(parametrization[0] for parametrization in packed)),
     ):
         yield
 

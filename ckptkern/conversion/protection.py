@@ -7,10 +7,8 @@ check begins as the last one did.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..segments.recorded import CONTAINERS, refilled
 from .sharding import holds_sharded, is_sharded
 from .trace import PLAIN_VALUES
 
 SEED = 51_973  # seed of every check, independent of the user's
 DEPTH = 3  # reaches lists of a nested configuration, but not the data of a trainer that a module holds
-CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that matches gives the methods
 NOT_DATA = frozenset(
     ("builtins", "functools", "torch", "ckptkern")
 )  # modules whose objects are functions, handles and what convert sets
@@ -162,11 +160,7 @@ class _State:
 
     def restore(self) -> None:
         for value, before in self.held:
-            now, was = ([*items, *(items.values() if isinstance(items, dict) else ())] for items in (value, before))
-            if len(now) != len(was) or not all(map(operator.is_, now, was)):  # it holds other objects
-                kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
-                kind.clear(value)
-                (kind.extend if kind in (list, collections.deque) else kind.update)(value, before)
+            refilled(value, before)
         for restore in self.restorers:
             restore()
         for written in self.tensors:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..frozen import Frozen, why_not
+from ..ops.dispatch.choices import setting
 from ..subclasses import own_dispatch
 
 LIBRARIES = ("bitsandbytes", "torchao")
@@ -83,23 +83,10 @@ def multiplies_dequantised(module: nn.Module) -> bool:
     )
 
 
-@contextlib.contextmanager
-def setting(modules: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute to another value for a while, on objects that have it."""
-    before = [(m, getattr(m, name)) for m in modules if hasattr(m, name)]
-    for m, _ in before:
-        setattr(m, name, value)
-    try:
-        yield
-    finally:
-        for m, own in before:
-            setattr(m, name, own)
-
-
 def not_repacked(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keeps bitsandbytes from repacking weights for inference, which it does in place, in a call without gradients, on a CPU
     with AVX512-BF16. Training could not read them then."""
-    return setting([m for m in model.modules() if m.__dict__.get(REPACKS)], REPACKS, False)
+    return setting(REPACKS, False, *(m for m in model.modules() if m.__dict__.get(REPACKS)))
 
 
 class _Packed(ParametrizationList):
@@ -116,7 +103,7 @@ def packed_in(module: nn.Module) -> list[ParametrizationList]:
 
 def read_packed(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Makes a forward dequantise experts that bitsandbytes has parametrized one after the other, and save none of them."""
-    return setting(packed_in(module), "__class__", _Packed)
+    return setting("__class__", _Packed, *packed_in(module))
 
 
 def removing_adapters() -> contextlib.AbstractContextManager[None]:
@@ -124,7 +111,7 @@ def removing_adapters() -> contextlib.AbstractContextManager[None]:
     0.21.2 does not recognise its preferred kind of adapter. The other kind adds the whole low-rank update to a weight, also
     in the step before convert."""
     layer: Any = sys.modules.get("peft.tuners.lora.layer")
-    return setting([layer], "_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(scale * b @ a))
+    return setting("_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(scale * b @ a), layer)
 
 
 def why_different(module: nn.Module) -> str:

@@ -12,10 +12,9 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..conversion.quantized import setting
 from ..conversion.trace import tensors_in
 from ..ops.attention.context import EXCHANGES, Context
-from ..ops.dispatch.choices import check_choice
+from ..ops.dispatch.choices import check_choice, setting
 from ..ops.dispatch.shard import ACTIVE
 from .forward import Around, Sharded
 from .roles import blocks_of, sublayers_of
@@ -41,7 +40,7 @@ def context_parallel(
 
     ckptkern.checkpoint recomputes in the same context; with torch.utils.checkpoint call backward inside.
     """
-    with setting([ACTIVE], "context", _context(mesh, order, exchange)):
+    with setting("context", _context(mesh, order, exchange), ACTIVE):
         yield
 
 
@@ -95,7 +94,7 @@ class OnPart(Around):
                         f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
                         f"{', '.join(str(tuple(sizes)) for sizes in shapes)}; pad the sequence"
                     )
-        with setting([ACTIVE], "context", self.context):
+        with setting("context", self.context, ACTIVE):
             return self.call(*args, **kwargs)
 
 

@@ -15,9 +15,8 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..conversion.check import replacing
-from ..conversion.quantized import setting
 from ..conversion.trace import mapped
-from ..ops.dispatch.choices import kernels_alone
+from ..ops.dispatch.choices import kernels_alone, setting
 from ..ops.dispatch.shard import ACTIVE, NotSharded
 from ..ops.sharded import Shard
 from .roles import Place, places_of
@@ -75,7 +74,7 @@ class Sharded(Around):
         summed = {id(p): parts[id(p)] for name, p in named if name in self.summed}
         parts |= dict(zip(summed, self.shard.summed(*summed.values()), strict=True))
         try:
-            with replacing(self.module, lambda p: parts[id(p)]), setting([ACTIVE], "shard", self.shard):
+            with replacing(self.module, lambda p: parts[id(p)]), setting("shard", self.shard, ACTIVE):
                 return self.call(*args, **kwargs)
         except NotSharded as reason:
             if self.shard.sequence:
@@ -85,7 +84,7 @@ class Sharded(Around):
             _log_whole(str(reason))
         with (
             replacing(self.module, lambda p: p.full_tensor() if isinstance(p, DTensor) else p),
-            setting([ACTIVE], "gathered", True),
+            setting("gathered", True, ACTIVE),
         ):
             return self.call(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
-from ..ops.dispatch.choices import RECOMPUTING
+from ..ops.dispatch.choices import RECOMPUTING, setting
 
 Hooks = tuple[Callable, Callable]
 Decision = tuple[str, tuple, Callable, Any]  # name of the function, shape of the input, unpack, packed result
@@ -33,7 +33,14 @@ INDICES = ("argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsor
 COMPARES = ("gt", "ge", "lt", "le", "eq", "ne")
 COLUMNS = 256  # columns of the widest comparison that is saved: scores of experts, not features
 
-_local = threading.local()
+
+class _Thread(threading.local):
+    """State of this thread. is_trial: decisions are not saved."""
+
+    is_trial = False
+
+
+_THREAD = _Thread()
 _NAMES: dict[Callable, str] = {}
 for _name in (*SELECTS, *INDICES, *COMPARES):
     for _of, _form in ((torch, _name), (Tensor, _name), (Tensor, f"__{_name}__")):
@@ -74,14 +81,9 @@ def decides(fn: Callable, *args, **kwargs) -> bool:
     return bool(saved.decisions)
 
 
-@contextmanager
-def deciding_nothing() -> Iterator[None]:
+def deciding_nothing() -> AbstractContextManager[None]:
     """Hides the decisions of a trial run from `saved_decisions`."""
-    before, _local.is_trial = getattr(_local, "is_trial", False), True
-    try:
-        yield
-    finally:
-        _local.is_trial = before
+    return setting("is_trial", True, _THREAD)
 
 
 class _Gather(torch.autograd.Function):
@@ -129,8 +131,7 @@ class Decisions(TorchFunctionMode):
         name = _NAMES.get(func)
         # max and min decide along a dimension, not over all elements or between two tensors
         along = name in ("topk", "sort") or "dim" in kwargs or isinstance((*args, None, None)[1], int)
-        is_trial = getattr(_local, "is_trial", False)
-        if name is None or is_trial or "out" in kwargs or (name in SELECTS and not along):
+        if name is None or _THREAD.is_trial or "out" in kwargs or (name in SELECTS and not along):
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         shape = tuple(x.shape) if isinstance(x, Tensor) else ()

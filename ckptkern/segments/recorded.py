@@ -5,6 +5,7 @@ A call of a module that bounds its own memory, or of core attention, is one oper
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import logging
@@ -21,28 +22,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ..ops.dispatch.choices import setting
 from .stages import Call, Form, Uncut
 
-_local = threading.local()
+
+class _Thread(threading.local):
+    """State of this thread. calls: collects the calls that become one operator, if it is a list."""
+
+    calls: list[Call] | None = None
+
+
+_THREAD = _Thread()
 
 
 class Place(int):
     """A tensor's position in a list of tensors."""
 
 
-@contextlib.contextmanager
-def traced_calls(calls: list[Call] | None) -> Iterator[None]:
+def traced_calls(calls: list[Call] | None) -> contextlib.AbstractContextManager[None]:
     """Collects the calls that become one operator inside. None: nothing is collected."""
-    before, _local.calls = getattr(_local, "calls", None), calls
-    try:
-        yield
-    finally:
-        _local.calls = before
+    return setting("calls", calls, _THREAD)
 
 
 def is_traced() -> bool:
     """Returns whether a forward is recorded in this thread."""
-    return getattr(_local, "calls", None) is not None
+    return _THREAD.calls is not None
 
 
 def traced_call(
@@ -54,9 +58,9 @@ def traced_call(
     if any(isinstance(leaf, MutableMapping) for leaf in form[0]):
         raise Uncut("its forward passes a mapping to a submodule")
     call = Call(module, form, forward)
-    _local.calls.append(call)
+    _THREAD.calls.append(call)
     parameters = [] if module is None or along == "nothing" else list(module.parameters())
-    results = torch.ops.ckptkern.part(tensors, parameters, len(_local.calls) - 1, along)
+    results = torch.ops.ckptkern.part(tensors, parameters, len(_THREAD.calls) - 1, along)
     return filled(call.result, results)
 
 
@@ -80,7 +84,7 @@ _library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str alon
 
 @torch.library.register_fake("ckptkern::part", lib=_library)
 def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
-    call = _local.calls[place]
+    call = _THREAD.calls[place]
     args, kwargs = filled(call.arguments, tensors)
     with traced_calls(None), torch._C.DisableTorchFunction():
         results, call.result = taken(call.run(*args, **kwargs))
@@ -120,6 +124,20 @@ def undrawn() -> Iterator[None]:
         raise Uncut("its forward draws from Python's or NumPy's random numbers")
 
 
+CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that matches gives the methods
+
+
+def refilled(container: Any, contents: Any) -> bool:
+    """Puts the contents back into a container that holds other objects; returns whether it did."""
+    now, then = ([*items, *(items.values() if isinstance(items, dict) else ())] for items in (container, contents))
+    if len(now) == len(then) and all(map(operator.is_, now, then)):
+        return False
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, collections.deque) else kind.update)(container, contents)
+    return True
+
+
 class Changed(Uncut):
     """Raised if a forward changes the state of modules."""
 
@@ -142,11 +160,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for calls, count in counts:
             calls.update(count)
         for container, old in before:
-            now, then = ([*x, *(x.values() if isinstance(x, dict) else ())] for x in (container, old))
-            if len(now) != len(then) or not all(map(operator.is_, now, then)):
-                changed = True
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(old)
+            changed |= refilled(container, old)
         for buffer, value, version in buffers:
             if buffer._version != version:
                 changed = True

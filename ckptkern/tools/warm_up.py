@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from ..conversion.protection import no_trace
-from ..conversion.quantized import setting
 from ..conversion.recorder import as_input, check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
-from ..ops.dispatch.choices import autocast_off
+from ..ops.dispatch.choices import autocast_off, setting
 
 
 class Kernel(NamedTuple):
@@ -100,7 +99,7 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
 
     knobs.runtime.launch_enter_hook.add(launched)
     try:
-        with setting([knobs.compilation], "listener", listener), setting([build], "_build", built):
+        with setting("listener", listener, knobs.compilation), setting("_build", built, build):
             yield compiled
     finally:
         knobs.runtime.launch_enter_hook.remove(launched)
@@ -138,7 +137,7 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             torch.enable_grad(),
             no_trace(inner, call),
             # Megatron-LM's sums of gradients, to which backward would add
-            setting(model.parameters(), "main_grad", None),
+            setting("main_grad", None, *model.parameters()),
             progress("warm_up") as shown,
             compilations(shown) as compiled,
         ):

@@ -186,14 +186,16 @@ _choice = _Choice()
 
 
 @contextmanager
-def setting(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of `holder` inside."""
-    before = getattr(holder, name)
-    setattr(holder, name, value)
+def setting(name: str, value: Any, *owners: Any) -> Iterator[None]:
+    """Sets an attribute inside, on the owners that have it."""
+    before = [(owner, getattr(owner, name)) for owner in owners if hasattr(owner, name)]
+    for owner, _ in before:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(holder, name, before)
+        for owner, own in before:
+            setattr(owner, name, own)
 
 
 @contextmanager
@@ -206,7 +208,7 @@ def backend(name: str) -> Iterator[None]:
     Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
-    with setting(_choice, "backend", name):
+    with setting("backend", name, _choice):
         yield
 
 
@@ -298,7 +300,7 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
 def forced_impl(name: str) -> AbstractContextManager[None]:
     """Makes all matmuls inside use this implementation where they may; for tests, and to time implementations."""
     check_choice("forced_impl", "name", name, _impls.IMPLS)
-    return setting(_choice, "impl", name)
+    return setting("impl", name, _choice)
 
 
 def compose(op: str, reason: str) -> None:
@@ -367,7 +369,7 @@ _NESTED = _Nested()
 def own_modes() -> Iterator[None]:
     """Lets ops use their own modes inside a region of several layers, which recomputes what they do not save. Not in a region
     inside it, whose recompute in backward runs without this context."""
-    with setting(_NESTED, "region", _top_hooks(True)):
+    with setting("region", _top_hooks(True), _NESTED):
         yield
 
 

@@ -69,7 +69,7 @@ class Bodies:
 
 def bodies_seen() -> contextlib.AbstractContextManager[None]:
     """Shows dispatch modes inside what an op's body calls, instead of the library op around it."""
-    return setting(Bodies, "seen", True)
+    return setting("seen", True, Bodies)
 
 
 def runs_directly(seen: int) -> bool:
@@ -275,7 +275,7 @@ def _in_parts(
     ):
         return gradients(dy, flat, options, wanted)
     stash = Stash(limit, () if ctx.call[4] else flat)  # tensors from hooks are in memory for this pass alone
-    with setting(THREAD, "stash", stash):
+    with setting("stash", stash, THREAD):
         grads = list(run_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
     places = [i for i in range(len(grads)) if wanted >> i & 1]
     if not all(is_valid(grads[i]) for i in places):
@@ -453,7 +453,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         their operands fit the workspace."""
         shard, options, residual, _, _ = ctx.call
         limit = max(values_of(options, "workspace"), default=0)
-        with setting(THREAD, "stash", Stash(limit, saved, spills=True)):
+        with setting("stash", Stash(limit, saved, spills=True), THREAD):
             dx, *grads = run_backward(op, df, saved, options, needs, seen)
         if not all(map(is_valid, grads)):  # a body overwrote their operands
             dx, *grads = gradients(arrived(df), saved, options, needs)
