@@ -476,30 +476,13 @@ def convert(
     call = example_inputs, example_kwargs
     check_step("convert", model, call)
     check_keywords("convert", convert, model, example_kwargs)
-    return convert_call(
-        model,
-        call,
-        recompute=recompute,
-        workspace=workspace,
-        include=include,
-        exclude=exclude,
-        otherwise=otherwise,
-        every=every,
-    )
+    return convert_call(model, call, recompute, workspace, include, exclude, otherwise, every)
 
 
 def convert_call(
-    model: nn.Module,
-    call: Call,
-    *,
-    recompute: str | tuple[str, str] = "selective",
-    workspace: int | str | None = None,
-    include: Which | Iterable[Which] | None = None,
-    exclude: Which | Iterable[Which] | None = None,
-    otherwise: str = "checkpoint",
-    every: int = 1,
+    model: nn.Module, call: Call, recompute, workspace, include, exclude, otherwise: str, every: int
 ) -> Conversion:
-    """Converts the model by an example call that it is known to accept; see `convert`."""
+    """Converts the model by an example call that it is known to accept, with the options of `convert`."""
     if isinstance(recompute, (tuple, list)):
         attention, other = modes_of_sublayers("convert", recompute)
         recompute = attention if attention == other else (attention, other)

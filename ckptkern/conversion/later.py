@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from .convert import convert_call
+from .convert import convert, convert_call
 from .recorder import as_input, check_step
 from .report import Conversion
 from .trace import Call, leaves_of, recomputed, tensors_in
@@ -32,6 +32,7 @@ class ConvertLater:
 
     def __init__(self, model: nn.Module, options: dict[str, Any]):
         check_step("convert_later", model, ((), {}))
+        options = convert.__kwdefaults__ | options
         inspect.signature(convert_call).bind(model, None, **options)
         for hook in [*model._forward_pre_hooks.values()]:
             if isinstance(earlier := getattr(hook, "__self__", None), ConvertLater):  # of training that was interrupted
