@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import math
-import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,8 @@ from ..nn.activations import activation_of
 from ..ops.dispatch.choices import check_mode, parse_bytes
 from ..ops.experts import LAYERS
 from ..ops.moe import GROUP_SCORES, SCORINGS, SHARED, chosen, scores_of, weights_of
+from ..segments.recorded import drawn_elsewhere
+from ..segments.tiled import random_state
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
@@ -77,11 +78,6 @@ def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
     return {name: Weight(own) for name, own in layout.items()} | ({"lora": updates} if updates else {})
 
 
-def random_states(x: Tensor) -> tuple:
-    devices = torch.cuda.get_rng_state(x.device).tolist() if x.is_cuda else ()
-    return random.getstate(), torch.get_rng_state().tolist(), devices
-
-
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
     """Returns (index, weights, the router's result) for x, in the present mode. The first two, [rows, k], are what the block
     passes to its experts, which do not run. Raises Unreadable."""
@@ -91,7 +87,7 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    copy, states = x.clone(), random_states(x)  # some forwards change it in place
+    copy, drawn, state = x.clone(), drawn_elsewhere(), random_state(x)  # some forwards change it in place
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         module.get_submodule(parts.router).register_forward_hook(lambda _, inner, result: returned.append(result)),
@@ -103,7 +99,7 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
     finally:
         for hook in hooks:
             hook.remove()
-    if states != random_states(x):
+    if drawn != drawn_elsewhere() or not torch.equal(state, random_state(x)):
         raise Unreadable("its router samples random numbers")
     _, index, weights = (seen[i] for i in experts_call(seen))
     return index.flatten(0, -2).long(), weights.flatten(0, -2), returned[-1]

@@ -266,6 +266,11 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
 # -- check ------------------------------------------------------------------------------------------------------------
 
 
+def random_state(x: Tensor) -> Tensor:
+    """Returns the state of torch's generators for x."""
+    return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])])
+
+
 NEAR, NEAR_16_BIT = 1e-4, 2e-2  # allowed difference of a chunk from the whole, relative to the largest output
 
 
@@ -281,10 +286,6 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
     places = torch.arange(tokens, device=x.device)
     poisoned, bad = places < 0, list[str]()
 
-    def random_state() -> Tensor:
-        cuda = [torch.cuda.get_rng_state(x.device)] if x.is_cuda else []
-        return torch.cat([torch.get_rng_state(), *cuda])
-
     def spread(value: Any) -> Tensor | None:
         """Returns a mask of the other tokens that became NaN; None if the value has no tokens."""
         if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != tokens:
@@ -297,8 +298,8 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
             bad.append(f" (in {name}: {type(module).__name__})")
 
     with _without_trace(forward, x):
-        before, whole = random_state(), forward(x)
-        draws = not torch.equal(before, random_state())
+        before, whole = random_state(x), forward(x)
+        draws = not torch.equal(before, random_state(x))
         _returned(fn, dim, whole, tokens)
         for poisoned in (places < length, places >= length, places % 2 == 0) if x.is_floating_point() else ():
             at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
