@@ -89,25 +89,16 @@ class SwiGLUMLP(nn.Module):
         return run(self, x)
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(SwiGLUMLP):
     """Computes the same as `SwiGLUMLP`, whose activation is the module's own."""
 
-    has_backward = True
-    forward = SwiGLUMLP.forward
 
-
-class MLP(nn.Module):
+class MLP(SwiGLUMLP):
     """Computes fc2(activation_fn(fc1(x))) as one region that saves x: `ckptkern.mlp_block`."""
 
-    has_backward = True
-    forward = SwiGLUMLP.forward
 
-
-class RMSNormMLP(nn.Module):
+class RMSNormMLP(SwiGLUMLP):
     """Computes an RMSNorm and the MLP behind it as one region that saves the norm's input: `ckptkern.mlp_block`."""
-
-    has_backward = True
-    forward = SwiGLUMLP.forward
 
 
 class Neighbours(nn.Module):
