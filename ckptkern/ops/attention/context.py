@@ -252,17 +252,17 @@ class ExchangedHeads(SpreadHeads):
         (o,) = self.back(self.out)
         return eager.as_heads(o), lse, None
 
-    def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
+    def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, out, **needs: bool) -> tuple:
         """Returns (dq, dk, dv, dsinks): of this rank's rows, and of all heads, with zeros for other ranks' heads."""
-        if not (need_dq or need_dkv or need_dsinks):
+        if not any(needs.values()):
             self.close()
             return (None,) * 4
-        needs = dict(need_dq=need_dq, need_dkv=need_dkv, need_dsinks=need_dsinks)
         sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is at hand if just recomputed
         arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
         do, o = arrived if self.out is None else (*arrived, self.out)
         *grads, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
-        rows = iter(self.back(*(grad for grad in grads if grad is not None))) if need_dq or need_dkv else iter(())
+        present = [grad for grad in grads if grad is not None]
+        rows = iter(self.back(*present) if present else ())
         dsinks = None
         if part is not None:
             dsinks = part.new_zeros(self.context.size * part.shape[0])
