@@ -266,12 +266,14 @@ def show(estimate: Estimate, today: str | None) -> None:
         table.append(
             (line.name, *sizes, f"{line.flops / 1e15:.3f}", f"{more}{line.longest:,}" if line.longest else "none")
         )
+    names, *numbers = zip(*table, strict=True)
+    columns = [names, *([cell.rjust(max(map(len, cells))) for cell in cells] for cells in numbers)]
     lines = [
         *estimate.title,
         f"each GPU: {parts}",
         before,
         "",
-        *aligned(table, numbers=1),
+        *aligned(list(zip(*columns, strict=True))),
         "",
         *compared(estimate, today),
         "",

@@ -140,12 +140,9 @@ class Conversion:
         return "\n".join(text)
 
 
-def aligned(lines: list[tuple[str, ...]], numbers: int | None = None) -> list[str]:
-    """Returns the lines with their cells in columns. numbers: the first of the columns that are aligned at the right."""
-    columns = list(zip(*lines, strict=True))
-    for i, cells in enumerate(columns):
-        justify = str.ljust if numbers is None or i < numbers else str.rjust
-        columns[i] = [justify(cell, max(map(len, cells))) for cell in cells]
+def aligned(lines: list[tuple[str, ...]]) -> list[str]:
+    """Returns the lines with their cells in columns."""
+    columns = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in zip(*lines, strict=True)]
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
