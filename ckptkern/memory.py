@@ -163,28 +163,44 @@ def note_saved(tensors: Iterable[torch.Tensor]) -> None:
             _counters.active[-1](tensor)
 
 
+def changed_in_place(tensor: torch.Tensor, version: int, kind: type | None = None) -> RuntimeError:
+    """Returns autograd's error for a tensor changed in place. kind: the class that it names."""
+    shape = "nested" if tensor.is_nested and tensor.layout == torch.strided else list(tensor.shape)
+    name = tensor.type() if kind is None else kind.__name__
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{name} {shape}] is at version {tensor._version}; expected version {version} instead."
+    )
+
+
+class Stays:
+    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so `unpack` makes it.
+
+    itself: backward gets the same object. Only for a tensor without a graph: otherwise it would tie a saved output to its own
+    grad_fn, a cycle that frees nothing.
+    """
+
+    def __init__(self, tensor: torch.Tensor, itself: bool = False):
+        self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise changed_in_place(self.tensor, self.version)
+        return self.tensor
+
+
 @contextlib.contextmanager
 def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterator[None]:
     """Calls save(tensor) for each tensor that is saved for backward. hold=False: nothing is held, so that a model that does
     not fit can be counted; it has no backward."""
 
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    def pack(tensor: torch.Tensor) -> Stays | None:
         save(tensor)
-        # returning the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
-        return (tensor.detach(), tensor._version) if hold else None
-
-    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                f"saved_tensors: a tensor of shape {tuple(tensor.shape)} needed for backward was changed in place after "
-                f"it was saved: it is at version {tensor._version}, version {version} was saved"
-            )
-        return tensor
+        return Stays(tensor) if hold else None
 
     _counters.active.append(save)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, Stays.unpack):
             yield
     finally:
         _counters.active.remove(save)

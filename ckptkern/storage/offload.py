@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .store import MIN_BYTES, Store, changed_in_place
+from ..memory import changed_in_place
+from .store import MIN_BYTES, Store
 
 
 class Flight:

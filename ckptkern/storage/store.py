@@ -16,36 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..frozen import Frozen
-from ..memory import dense_parts, note_saved
+from ..memory import Stays, changed_in_place, dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and stride of a run's elements in memory
-
-
-def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> RuntimeError:
-    """Returns autograd's error for a tensor changed in place. kind: the class that it names."""
-    shape = "nested" if tensor.is_nested and tensor.layout == torch.strided else list(tensor.shape)
-    name = tensor.type() if kind is None else kind.__name__
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{name} {shape}] is at version {tensor._version}; expected version {version} instead."
-    )
-
-
-class Stays:
-    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so `unpack` makes it.
-
-    itself: backward gets the same object. Only for a tensor without a graph: otherwise it would tie a saved output to its own
-    grad_fn, a cycle that frees nothing.
-    """
-
-    def __init__(self, tensor: Tensor, itself: bool = False):
-        self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise changed_in_place(self.tensor, self.version)
-        return self.tensor
 
 
 class _Parts:
