@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ... import state
-from ...eager import upcasts
+from ...eager import upcast_matmul, upcasts
 from ..dispatch.choices import check_choice
 from .op import cast_parameter
 
@@ -348,12 +348,8 @@ def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
     """Returns total + a b, in total's memory if there is one. wide: in float32, where operands of 16 bits would give their own
     dtype."""
-    if wide and a.dtype.itemsize < 4:
-        if a.is_cuda:
-            if total is None:
-                return torch.mm(a, b, out_dtype=torch.float32)
-            return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        a, b = a.float(), b.float()  # a CPU has no such matmul
+    if wide:
+        return upcast_matmul(a, b, out=total, add=total is not None)
     return torch.mm(a, b) if total is None else total.addmm_(a, b)
 
 
