@@ -286,12 +286,16 @@ class Fused(Forward):
         self.form, self.segments = form, segments
         self.watch_anew()
 
+    @property
+    def ops(self) -> list[Segment]:
+        """Returns what runs in calls of checked patterns."""
+        return [segment for segment in self.segments.values() if segment is not None]
+
     def watch_anew(self) -> None:
         """Takes the present inside as the checked one."""
-        segments = [segment for segment in self.segments.values() if segment is not None]
-        live = live_attributes(self.module, [segment.template for segment in segments])
+        live = live_attributes(self.module, [segment.template for segment in self.ops])
         self.watch = Watch(
-            self.module, self.form.reads, live, {segment.reading.logits_of for segment in segments} - {""}
+            self.module, self.form.reads, live, {segment.reading.logits_of for segment in self.ops} - {""}
         )
 
     def segment_of(self, pattern: tuple) -> Segment | None:
@@ -344,16 +348,15 @@ class Fused(Forward):
 
     @property
     def is_token_wise(self) -> bool:
-        segments = [segment for segment in self.segments.values() if segment is not None]
         # a recompute of a slice would sample another dropout mask
         return all(
-            segment.op in TOKEN_WISE and not any(templates(segment.template, Probability)) for segment in segments
+            segment.op in TOKEN_WISE and not any(templates(segment.template, Probability)) for segment in self.ops
         )
 
     def traced(self, *args, **kwargs):
         flat: list[Any] = []
         pattern_of(self.form.counting((args, kwargs)), flat)
-        segment = next(filter(None, self.segments.values()))
+        segment = self.ops[0]
         if segment.op in ("moe_block", "moe_mlp"):  # which read the router's choice
             return segment.returned(torch.empty_like(flat[segment.x]), flat)
         return segment(flat, "none", None)

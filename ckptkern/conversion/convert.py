@@ -260,7 +260,7 @@ class _Conversion:
                 why = why if why == str(reason) else f"{why}: {reason}"
                 return Outcome([row], self.general(row, module, calls[0], why))
             return Outcome([row])
-        segment = next(iter(forward.segments.values()))
+        segment = forward.ops[0]
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
@@ -382,7 +382,7 @@ class _Conversion:
     def runs(self, name: str, module: nn.Sequential) -> Outcome | None:
         runs, rows = runs_of(module, self.mlp), []
         for start, stop, run, error in runs:
-            call, op = calls_of(module[start])[1], next(iter(run.segments.values())).op
+            call, op = calls_of(module[start])[1], run.ops[0].op
             bytes_ = (saved_by(run.module, forward, call) for forward in (run.original, run))
             rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 

@@ -69,7 +69,7 @@ def blocks_of(style: str, module: nn.Module) -> list[Any]:
     while hasattr(forward, "inner"):
         forward = forward.inner
     if isinstance(forward, Fused):
-        return [segment for segment in forward.segments.values() if segment is not None]
+        return forward.ops
     if type(module) in BLOCKS and (forward is None or isinstance(forward, Own)):  # a drop-in's is its class's
         op, inputs = BLOCKS[type(module)]
         arguments_of = module.layer_arguments if op == "transformer_layer" else module.block_arguments

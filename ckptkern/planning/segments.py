@@ -166,7 +166,7 @@ def server_of(module: nn.Module) -> str | None:
     """Returns what replaces a module; None if the module has no mode."""
     forward = forward_of(module)
     if isinstance(forward, Fused):
-        return next(segment.op for segment in forward.segments.values() if segment is not None)
+        return forward.ops[0].op
     if isinstance(forward, Runs):
         return server_of(forward.runs[0][-1].module)
     if isinstance(forward, General):
