@@ -10,6 +10,7 @@ the row: its medians by MARGIN, and its 80th percentiles below the default's med
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import json
@@ -40,6 +41,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES, ROWS = (2048, 4096, 1024, 512, 256), 8192  # the default sizes, the most valuable first
 MARGIN = 0.03  # of the default's median
 OURS = "ckptkern "  # begins the name of a variant of ckptkern, which must be as exact as eager
+
+
+def forced_impl(name: str) -> contextlib.AbstractContextManager[None]:
+    """Makes all matmuls inside use this implementation where they may; for tests, and to time implementations."""
+    _choices.check_choice("forced_impl", "name", name, _impls.IMPLS)
+    return _choices.setting("impl", name, _choices._choice)
 
 
 class Problem(NamedTuple):
@@ -74,7 +81,7 @@ class Matmuls(nn.Module):
         self.op = op
 
     def forward(self, x: Tensor, impl: str = "eager") -> Tensor:
-        with ops.backend("eager" if impl == "eager" else "auto"), _choices.forced_impl(impl):
+        with ops.backend("eager" if impl == "eager" else "auto"), forced_impl(impl):
             return self.op(x)
 
     def by(self, impl: str) -> Function:

@@ -36,6 +36,19 @@ ENOUGH = 7  # rounds at least, whatever time they take
 DROPS = "timed with dropout, checked without it: every variant samples its own masks"
 
 
+def load_warning(threads: int) -> str | None:
+    """Returns a warning if other programs use the cores that a measurement with this many threads needs; else None.
+
+    Call it before the measurement: the load average, of the last minute, counts this process too.
+    """
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if load <= max(cores - threads, 0) + 0.5:
+        return None
+    return (
+        f"Other programs run here (load average {load:.1f} on {cores} cores): times are less certain than their spread."
+    )
+
+
 @dataclass
 class Row:
     """A line of results.csv. Times in ms of forward + backward; ratio: of the medians, to eager's of the same run."""

@@ -444,7 +444,7 @@ def run(
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
     settings["workspace"] = args.workspace
     facts = {"device": device_name(device), "settings": settings, **environment(device)}
-    facts["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
+    facts["warning"] = measure.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]
     try:
         earlier = earlier_rows(out, compare.setting_of(facts)) if args.resume else []

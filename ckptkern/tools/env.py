@@ -31,19 +31,6 @@ GIB = 1 << 30
 NOT_INSTALLED = "not installed"
 
 
-def load_warning(threads: int) -> str | None:
-    """Returns a warning if other programs use the cores that a measurement with this many threads needs; else None.
-
-    Call it before the measurement: the load average, of the last minute, counts this process too.
-    """
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    if load <= max(cores - threads, 0) + 0.5:
-        return None
-    return (
-        f"Other programs run here (load average {load:.1f} on {cores} cores): times are less certain than their spread."
-    )
-
-
 def answer(*command: str) -> str | None:
     """Returns what a program prints, or None if it is missing or fails."""
     try:

@@ -19,7 +19,7 @@ from argparse import Namespace
 
 import torch
 
-from ckptkern.tools.env import load_warning
+from ckptkern.benchmarks.measure import load_warning
 
 from .config import add_arguments, settle
 from .data import load_corpus

@@ -68,7 +68,7 @@ def test_rows_for_every_variant_environment_and_report(bench, monkeypatch, tmp_p
 
 
 def test_a_wide_spread_and_a_busy_machine_are_named(bench, monkeypatch, tmp_path):
-    monkeypatch.setattr(run.env, "load_warning", lambda threads: "Others run here.")
+    monkeypatch.setattr(run.measure, "load_warning", lambda threads: "Others run here.")
     high = dict.fromkeys(VARIANTS, 10) | {"eager": 12, "ckptkern full": 13}
     monkeypatch.setattr(
         measure,

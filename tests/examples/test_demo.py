@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from benchmarks.dev import demo as page
 from ckptkern import __main__
+from ckptkern.benchmarks import measure
 from ckptkern.memory import Timeline
-from ckptkern.tools import env
 from examples import demo
 from examples.demo import config, data, model, results, training
 
@@ -257,10 +257,10 @@ def test_quick_and_full_are_presets_under_explicit_options(monkeypatch):
 
 
 def test_other_programs_on_the_machine_are_named(monkeypatch):
-    monkeypatch.setattr(env.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(env.os, "getloadavg", lambda: (1.4, 0.0, 0.0))
-    assert env.load_warning(1) is None
-    assert "load average 1.4 on 2 cores" in env.load_warning(2)
+    monkeypatch.setattr(measure.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(measure.os, "getloadavg", lambda: (1.4, 0.0, 0.0))
+    assert measure.load_warning(1) is None
+    assert "load average 1.4 on 2 cores" in measure.load_warning(2)
 
 
 def test_text_is_sorted_source_files_once(tmp_path):

@@ -22,6 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
 from ckptkern import LoRA, eager, triton_kernels
+from ckptkern.benchmarks.autotune import forced_impl
 from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations
@@ -60,7 +61,7 @@ def mm(monkeypatch):
     _choices.primitives.cache_clear()
     with (
         ckptkern.backend("triton"),
-        _choices.forced_impl("library"),
+        forced_impl("library"),
         mock.patch.object(_choices.primitives("library"), "kernels", launchers),
     ):
         yield fake
@@ -224,7 +225,7 @@ def test_by_what_the_device_has(name, device):
     t = call.make(BF16, device)
     with (
         ckptkern.backend("triton"),
-        _choices.forced_impl("library"),
+        forced_impl("library"),
         mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as spy,
     ):
         gradients(call, t)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import ckptkern
 from ckptkern import eager, triton_kernels
+from ckptkern.benchmarks.autotune import forced_impl
 from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
@@ -45,7 +46,7 @@ def _triton(device):
 def test_gradients_are_as_exact_as_torchs(impl, name, activation, device):
     case = full(name)
     ours, theirs = (lambda t, run=run: joined(run(t, activation=activation)) for run in (case.results, case.oracle))
-    with _choices.forced_impl(impl):
+    with forced_impl(impl):
         check_exactness(ours, theirs, case.make(torch.bfloat16, device))
 
 
@@ -60,7 +61,7 @@ def test_masks_do_not_depend_on_the_implementation(impl, mode, device):
     second = eye.clone().requires_grad_()
     b.requires_grad_()
     torch.manual_seed(3)
-    with _choices.forced_impl(impl):
+    with forced_impl(impl):
         y = ckptkern.mlp(x, w, b, second, None, "identity", P, recompute=mode, workspace=1)
         (h,) = torch.autograd.grad(y, second, eye, retain_graph=True)
         (db,) = torch.autograd.grad(y, b, ones)
@@ -74,12 +75,12 @@ def test_masks_do_not_depend_on_the_implementation(impl, mode, device):
 def test_backward_takes_the_implementation_of_forward(name, device):
     case = full(name)
     tensors = case.make(torch.float32, device)
-    with _choices.forced_impl("library"):
+    with forced_impl("library"):
         y = case(tensors)
     fails = mock.Mock(side_effect=AssertionError("another implementation"))
     names = ("linear_fwd", "act_grad", "mlp_bwd", "gated_bwd", "gated_act_grad")
     with (
-        _choices.forced_impl("triton"),
+        forced_impl("triton"),
         mock.patch.multiple(triton_kernels, **dict.fromkeys(names, fails)),
     ):
         torch.autograd.grad(y, list(tensors.values()), output_gradient(y))
@@ -91,7 +92,7 @@ def test_a_compiled_graph_follows_the_implementation(device):
     of_library = _impls.Library.mlp_bwd
     for impl in ("triton", "library", "triton"):
         with (
-            _choices.forced_impl(impl),
+            forced_impl(impl),
             mock.patch.object(_impls.Library, "mlp_bwd", autospec=True, side_effect=of_library) as spy,
         ):
             compiled(x, w1, None, w2, None).sum().backward()
@@ -267,7 +268,7 @@ def test_a_tuned_table_overrules(monkeypatch):
 def test_an_implementation_that_does_not_exist(name):
     with (
         pytest.raises(ValueError, match=rf"forced_impl: name must be .*'library'.*'{name}'"),
-        _choices.forced_impl(name),
+        forced_impl(name),
     ):
         pass
 
@@ -280,5 +281,5 @@ def test_stacks_that_are_too_wide_for_one_kernel(impl, activation, mode, device)
     case = Case(OF_OPS["linear_stack"], (), mode, Sizes((140,), 72, 80, 66))
     options = {"activation": activation, "workspace": 1}
     ours, theirs = (lambda t, run=run: joined(run(t, **options)) for run in (case.results, case.oracle))
-    with _choices.forced_impl(impl):
+    with forced_impl(impl):
         check_exactness(ours, theirs, case.make(torch.bfloat16, device))

@@ -297,12 +297,6 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
     return _impl(name or op, x.device.type, x.device.index, x.dtype, _impls.size_class(max(features, out)))
 
 
-def forced_impl(name: str) -> AbstractContextManager[None]:
-    """Makes all matmuls inside use this implementation where they may; for tests, and to time implementations."""
-    check_choice("forced_impl", "name", name, _impls.IMPLS)
-    return setting("impl", name, _choice)
-
-
 def compose(op: str, reason: str) -> None:
     """Logs once that PyTorch ops replace this op, or raises under backend("triton")."""
     if kernels_alone():
