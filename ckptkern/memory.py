@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -104,25 +105,25 @@ _INDICES = {  # the methods that return what a sparse tensor is made of
 }
 
 
-def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the tensors that own ``tensor``'s memory: itself, or a wrapper's or sparse tensor's parts."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
+            if isinstance(part, Tensor):  # a DTensor names its mesh too
                 yield from dense_parts(part)
     elif tensor.layout == torch.strided:
         yield tensor.detach().values() if tensor.is_nested else tensor
         if state := getattr(tensor, "quant_state", None):  # bitsandbytes keeps its scales beside the tensor
             for part in (state, state.state2) if state.nested else (state,):
-                yield from (t for t in (part.absmax, part.code, part.offset) if isinstance(t, torch.Tensor))
+                yield from (t for t in (part.absmax, part.code, part.offset) if isinstance(t, Tensor))
     elif tensor.layout in _INDICES:
         yield from (getattr(tensor, name)() for name in _INDICES[tensor.layout])
     else:
         raise TypeError(f"saved_tensors: cannot size a tensor of layout {tensor.layout}")
 
 
-def storages_of(tensors: Iterable[torch.Tensor]) -> dict[StorageWeakRef, int]:
+def storages_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
     """Returns the bytes of each storage of the tensors. A weak reference keeps the address of a dead storage from being
     reused, so a key never stands for two storages."""
     storages = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
@@ -133,7 +134,7 @@ class _Counters(threading.local):
     """The saved_tensors blocks that this thread is in, the innermost last, and whether it is in `placeholders`."""
 
     def __init__(self):
-        self.active: list[Callable[[torch.Tensor], None]] = []
+        self.active: list[Callable[[Tensor], None]] = []
         self.placeholders = False
 
 
@@ -155,7 +156,7 @@ def are_placeholders() -> bool:
     return _counters.placeholders
 
 
-def note_saved(tensors: Iterable[torch.Tensor]) -> None:
+def note_saved(tensors: Iterable[Tensor]) -> None:
     """Counts these tensors in the innermost saved_tensors block. Called by inner saved-tensor hooks, which hide what
     autograd saves, for what they keep on the device."""
     if _counters.active:
@@ -163,7 +164,7 @@ def note_saved(tensors: Iterable[torch.Tensor]) -> None:
             _counters.active[-1](tensor)
 
 
-def changed_in_place(tensor: torch.Tensor, version: int, kind: type | None = None) -> RuntimeError:
+def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> RuntimeError:
     """Returns autograd's error for a tensor changed in place. kind: the class that it names."""
     shape = "nested" if tensor.is_nested and tensor.layout == torch.strided else list(tensor.shape)
     name = tensor.type() if kind is None else kind.__name__
@@ -180,21 +181,21 @@ class Stays:
     grad_fn, a cycle that frees nothing.
     """
 
-    def __init__(self, tensor: torch.Tensor, itself: bool = False):
+    def __init__(self, tensor: Tensor, itself: bool = False):
         self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
 
-    def unpack(self) -> torch.Tensor:
+    def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
             raise changed_in_place(self.tensor, self.version)
         return self.tensor
 
 
 @contextlib.contextmanager
-def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterator[None]:
+def counting(save: Callable[[Tensor], None], hold: bool = True) -> Iterator[None]:
     """Calls save(tensor) for each tensor that is saved for backward. hold=False: nothing is held, so that a model that does
     not fit can be counted; it has no backward."""
 
-    def pack(tensor: torch.Tensor) -> Stays | None:
+    def pack(tensor: Tensor) -> Stays | None:
         save(tensor)
         return Stays(tensor) if hold else None
 
@@ -207,7 +208,7 @@ def counting(save: Callable[[torch.Tensor], None], hold: bool = True) -> Iterato
 
 
 @contextlib.contextmanager
-def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Iterator[SavedTensors]:
+def saved_tensors(exclude: nn.Module | Iterable[Tensor] = ()) -> Iterator[SavedTensors]:
     """Counts the bytes that a forward pass saves for its backward, each storage once.
 
         with saved_tensors(model) as saved:
@@ -224,11 +225,11 @@ def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Ite
     ``ctx`` without ``save_for_backward``. Raises RuntimeError in backward if a saved tensor was changed in place.
     """
     saved = SavedTensors()
-    if isinstance(exclude, torch.nn.Module):
+    if isinstance(exclude, nn.Module):
         exclude = [*exclude.parameters(), *exclude.buffers()]
     seen = set(storages_of(exclude))
 
-    def save(tensor: torch.Tensor) -> None:
+    def save(tensor: Tensor) -> None:
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
             key = StorageWeakRef(storage)

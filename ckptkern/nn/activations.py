@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
@@ -41,7 +41,7 @@ def recognised(activation: Callable[[Tensor], Tensor]) -> str | None:
     """
     if (name := named(activation)) is not None or not callable(activation):
         return name
-    if isinstance(activation, torch.nn.Module) and not (
+    if isinstance(activation, nn.Module) and not (
         all(untouched(part) and not part._parameters and not part._buffers for part in activation.modules())
     ):
         return None

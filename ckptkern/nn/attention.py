@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..ops.attention.arguments import diagonal_of
@@ -20,7 +20,7 @@ def _is_causal_bias(attn_mask: Tensor | None) -> bool:
     return attn_mask is not None and type(attn_mask) not in PLAIN and hasattr(attn_mask, "variant")
 
 
-class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
+class MultiheadAttention(Layer, nn.MultiheadAttention):
     """Replaces torch.nn.MultiheadAttention.
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
@@ -34,7 +34,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     is_causal: says that attn_mask is the causal mask, which the op then does not read.
     """
 
-    torch_class = torch.nn.MultiheadAttention
+    torch_class = nn.MultiheadAttention
     shown = ("embed_dim", "num_heads", "recompute", "workspace")
 
     def __init__(

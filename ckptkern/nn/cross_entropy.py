@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
@@ -60,7 +60,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         options: None = None,
-        linear_weight: torch.nn.Parameter | None = None,
+        linear_weight: nn.Parameter | None = None,
         logit_scale: float = 1.0,
         softcap: float | None = None,
         z_loss: float = 0.0,
@@ -84,18 +84,18 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         self.num_classes, self.out_features = num_classes, tuple(out_features)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         if linear_weight is None:
-            self.linear = torch.nn.Linear(in_features, rows, bias, device, dtype)
+            self.linear = nn.Linear(in_features, rows, bias, device, dtype)
         else:  # another module's weight, so that none is allocated
             shape = rows, in_features
-            if not isinstance(linear_weight, torch.nn.Parameter) or tuple(linear_weight.shape) != shape:
+            if not isinstance(linear_weight, nn.Parameter) or tuple(linear_weight.shape) != shape:
                 came = tuple(linear_weight.shape) if isinstance(linear_weight, Tensor) else type(linear_weight).__name__
                 raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {came}")
-            self.linear = torch.nn.Linear(in_features, rows, bias=False, device="meta")
+            self.linear = nn.Linear(in_features, rows, bias=False, device="meta")
             self.linear.weight = linear_weight
             if bias:
                 bound = in_features**-0.5 if in_features else 0.0
                 values = linear_weight.new_empty(rows).uniform_(-bound, bound)
-                self.linear.bias = torch.nn.Parameter(values)
+                self.linear.bias = nn.Parameter(values)
         self.set_options(
             recompute,
             workspace,
@@ -120,7 +120,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         super().set_options(recompute, workspace, **own, options=None)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        if self.out_features or not unmodified(torch.nn.Linear, self.linear):
+        if self.out_features or not unmodified(nn.Linear, self.linear):
             return composed(self._composed, input, target)
         options = {name: getattr(self, name) for name in (*TORCHS, *OWN)}
         weight, bias = self.linear.weight, self.linear.bias

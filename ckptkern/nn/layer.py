@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..ops.dispatch.choices import check_count, check_options, modes_of_sublayers, parse_bytes
@@ -21,19 +20,19 @@ def check_counts(op: str, least: int = 1, **counts: int | None) -> None:
             check_count(op, name, count, least)
 
 
-def weights(module: torch.nn.Module, **layers: str) -> dict[str, Tensor | None]:
+def weights(module: nn.Module, **layers: str) -> dict[str, Tensor | None]:
     """Returns {role}_weight and {role}_bias of the module's linear layers. layers: their names by role."""
     linear = {role: getattr(module, name) for role, name in layers.items()}
     return {f"{role}_{kind}": getattr(layer, kind) for role, layer in linear.items() for kind in ("weight", "bias")}
 
 
-class Layer(torch.nn.Module):
+class Layer(nn.Module):
     """A module with the options of an op as attributes, which its repr shows.
 
     torch_class: the class that `from_torch` takes. shown: attributes in the repr. has_sublayers: recompute may be a pair.
     """
 
-    torch_class: type[torch.nn.Module] | None = None
+    torch_class: type[nn.Module] | None = None
     has_sublayers = False
     shown: tuple[str, ...] = (
         "num_experts",
@@ -62,7 +61,7 @@ class Layer(torch.nn.Module):
         return {"recompute": self.recompute, "workspace": self.workspace}
 
     @classmethod
-    def from_torch(cls: type[Own], module: torch.nn.Module, *options: Any, **named: Any) -> Own:
+    def from_torch(cls: type[Own], module: nn.Module, *options: Any, **named: Any) -> Own:
         """Returns a drop-in replacement of torch's `module` that shares its parameters, buffers, hooks and settings.
 
         options: this class's own, such as recompute. Raises TypeError for another class, and for a module with a forward set on
@@ -96,10 +95,10 @@ class Layer(torch.nn.Module):
         )
 
 
-class Dropout(Layer, torch.nn.Dropout):
+class Dropout(Layer, nn.Dropout):
     """Replaces torch.nn.Dropout; backward samples the mask again. `inplace` copies the result back into the input."""
 
-    torch_class = torch.nn.Dropout
+    torch_class = nn.Dropout
     shown = ("p", "inplace")
 
     def set_options(self) -> None:  # type: ignore[override]

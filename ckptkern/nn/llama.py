@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import eager, ops
 from ..ops.attention.arguments import diagonal_of
@@ -18,7 +18,7 @@ from .mlp import GatedMLP
 from .unmodified import composed, unmodified
 
 
-def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
+def _eps(norm: nn.RMSNorm, x: Tensor) -> float:
     """Returns norm.eps; None means the eps of the dtype in which torch computes the norm, also under autocast."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
 
@@ -62,15 +62,15 @@ class LlamaAttention(Layer):
         self.set_options(recompute, workspace, rope_theta=rope_theta, dropout=dropout)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
-        def linear(k: int, n: int) -> torch.nn.Linear:
-            return torch.nn.Linear(k, n, bias, device, dtype)
+        def linear(k: int, n: int) -> nn.Linear:
+            return nn.Linear(k, n, bias, device, dtype)
 
         self.q_proj = linear(hidden_size, num_heads * head_dim)
         self.k_proj = linear(hidden_size, num_kv_heads * head_dim)
         self.v_proj = linear(hidden_size, num_kv_heads * head_dim)
         self.o_proj = linear(num_heads * head_dim, hidden_size)
         for name in ("q_norm", "k_norm"):
-            setattr(self, name, torch.nn.RMSNorm(head_dim, norm_eps, device=device, dtype=dtype) if qk_norm else None)
+            setattr(self, name, nn.RMSNorm(head_dim, norm_eps, device=device, dtype=dtype) if qk_norm else None)
 
     def block_arguments(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> dict[str, Any]:
         """Returns the arguments of ckptkern.attention_block for an unmodified module."""
@@ -119,11 +119,11 @@ class LlamaAttention(Layer):
     def is_unmodified(self) -> bool:
         """Returns whether the parameters alone determine the result."""
         norms = q_norm, k_norm = self.q_norm, self.k_norm
-        if not unmodified(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+        if not unmodified(nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             return False
         # the op has one eps for both norms, and applies none if the weight is None
         return norms == (None, None) or (
-            unmodified(torch.nn.RMSNorm, *norms)
+            unmodified(nn.RMSNorm, *norms)
             and q_norm.eps == k_norm.eps
             and all(norm.weight is not None for norm in norms)
         )
@@ -205,7 +205,7 @@ class LlamaDecoderLayer(Layer):
         self.set_options(recompute, workspace, resid_dropout=resid_dropout)
         of_attention, of_mlp = modes_of_sublayers(op, recompute)
         factory = {"workspace": workspace, "device": device, "dtype": dtype}
-        self.input_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, device=device, dtype=dtype)
+        self.input_layernorm = nn.RMSNorm(hidden_size, rms_norm_eps, device=device, dtype=dtype)
         self.self_attn = LlamaAttention(
             hidden_size,
             num_heads,
@@ -219,7 +219,7 @@ class LlamaDecoderLayer(Layer):
             recompute=of_attention,
             **factory,
         )
-        self.post_attention_layernorm = torch.nn.RMSNorm(hidden_size, rms_norm_eps, device=device, dtype=dtype)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, rms_norm_eps, device=device, dtype=dtype)
         hidden = 4 * hidden_size if intermediate_size is None else intermediate_size
         self.mlp = GatedMLP(hidden_size, hidden, activation=activation, bias=mlp_bias, recompute=of_mlp, **factory)
 
@@ -237,7 +237,7 @@ class LlamaDecoderLayer(Layer):
     def is_unmodified(self) -> bool:
         """Returns whether the parameters alone determine the result."""
         return (
-            unmodified(torch.nn.RMSNorm, self.input_layernorm, self.post_attention_layernorm)
+            unmodified(nn.RMSNorm, self.input_layernorm, self.post_attention_layernorm)
             and unmodified((LlamaAttention, GatedMLP), self.self_attn, self.mlp)
             and self.self_attn.is_unmodified()
             and self.mlp.is_unmodified()
@@ -247,7 +247,7 @@ class LlamaDecoderLayer(Layer):
         """Returns the arguments of ckptkern.transformer_layer for an unmodified layer."""
         drop, mlp = self.resid_dropout if self.training else 0.0, self.mlp
 
-        def normed(sublayer: dict[str, Any], norm: torch.nn.RMSNorm) -> dict[str, Any]:
+        def normed(sublayer: dict[str, Any], norm: nn.RMSNorm) -> dict[str, Any]:
             around = {"norm": "rms", "norm_weight": norm.weight, "norm_eps": _eps(norm, x)}
             return sublayer | around | {"residual": True, "resid_dropout_p": drop}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import eager, ops
 from ..ops.dispatch.choices import check_count, check_options
@@ -18,7 +18,7 @@ from .layer import Layer, check_counts, weights
 from .unmodified import composed, dense, unmodified
 
 
-class Linear(Layer, torch.nn.Linear):
+class Linear(Layer, nn.Linear):
     """Computes y = act(x weight^T + bias), torch.nn.Linear with an activation, as one op.
 
     x [..., in_features] -> y [..., out_features].
@@ -26,7 +26,7 @@ class Linear(Layer, torch.nn.Linear):
     F.silu or nn.GELU(). See ckptkern.linear_act for recompute.
     """
 
-    torch_class = torch.nn.Linear
+    torch_class = nn.Linear
     shown = ("activation", "recompute")
 
     def __init__(
@@ -57,7 +57,7 @@ class Linear(Layer, torch.nn.Linear):
         return eager.act(super().forward(input), self.activation)
 
     def extra_repr(self) -> str:
-        return f"{torch.nn.Linear.extra_repr(self)}, {super().extra_repr()}"
+        return f"{nn.Linear.extra_repr(self)}, {super().extra_repr()}"
 
 
 class LinearStack(Layer):
@@ -87,13 +87,11 @@ class LinearStack(Layer):
         for i, width in enumerate(features):
             check_count(op, f"features[{i}]", width, least=0)
         self.set_options(recompute, workspace, activation=activation_of(op, activation))
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
-        )
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features))
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)
-        if not unmodified(torch.nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
+        if not unmodified(nn.Linear, *layers) or len({layer.bias is None for layer in layers}) > 1:
             return composed(self._composed, input)
         biases = [layer.bias for layer in layers]
         return ops.linear_stack(input, [layer.weight for layer in layers], biases, self.activation, **self.modes)
@@ -131,7 +129,7 @@ class _FeedForward(Layer):
         out_features = in_features if out_features is None else out_features
         for role, name in self.layers.items():
             sizes = (hidden_features, out_features) if role == "down" else (in_features, hidden_features)
-            setattr(self, name, torch.nn.Linear(*sizes, bias, device, dtype))
+            setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
     def block_arguments(self) -> dict[str, Tensor | None]:
         """Returns the parameters as arguments of ckptkern.mlp_block."""
@@ -139,7 +137,7 @@ class _FeedForward(Layer):
 
     def is_unmodified(self) -> bool:
         """Returns whether the parameters alone determine the result."""
-        return unmodified(torch.nn.Linear, *(getattr(self, name) for name in self.layers.values()))
+        return unmodified(nn.Linear, *(getattr(self, name) for name in self.layers.values()))
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_unmodified():
@@ -164,17 +162,17 @@ class MLP(_FeedForward):
     """
 
     layers: ClassVar = {"up": "fc1", "down": "fc2"}
-    fc1: torch.nn.Linear
-    fc2: torch.nn.Linear
+    fc1: nn.Linear
+    fc2: nn.Linear
 
 
 class GatedMLP(_FeedForward):
     """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))), Llama's SwiGLU: see ckptkern.gated_mlp."""
 
     layers: ClassVar = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    gate_proj: torch.nn.Linear
-    up_proj: torch.nn.Linear
-    down_proj: torch.nn.Linear
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
 
     def __init__(
         self,
@@ -220,8 +218,8 @@ class Experts(Layer):
         check_counts(op, least=0, num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
         self.set_options(recompute, workspace, activation=activation_of(op, activation), num_experts=num_experts)
 
-        def stack(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+        def stack(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
         self.gate_up_proj = stack(2 * hidden_features, in_features)
         self.down_proj = stack(in_features, hidden_features)

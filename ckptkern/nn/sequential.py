@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.dispatch.choices import autocast_dtype, check_count, own_modes
 from ..segments import sequential
@@ -33,13 +33,13 @@ class _Layers(Layer):
         return part
 
 
-class Sequential(_Layers, torch.nn.Sequential):
+class Sequential(_Layers, nn.Sequential):
     """Runs a torch.nn.Sequential in segments, each an activation checkpoint.
 
     segments: as in `ckptkern.checkpoint_sequential`. options: those of `ckptkern.checkpoint`.
     """
 
-    torch_class = torch.nn.Sequential
+    torch_class = nn.Sequential
     shown = ("segments", "options")
 
     def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
@@ -76,7 +76,7 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
     return x
 
 
-class LayerStack(_Layers, torch.nn.ModuleList):
+class LayerStack(_Layers, nn.ModuleList):
     """Runs a list of layers, each group of `every` layers as one activation checkpoint.
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
@@ -90,7 +90,7 @@ class LayerStack(_Layers, torch.nn.ModuleList):
 
     shown = ("every", "options")
 
-    def __init__(self, layers: Iterable[torch.nn.Module] | None = None, every: int = 2, **options: Any):
+    def __init__(self, layers: Iterable[nn.Module] | None = None, every: int = 2, **options: Any):
         super().__init__(layers)
         check_count("LayerStack", "every", every)
         self.set_options(options, every=every)
@@ -106,11 +106,11 @@ class LayerStack(_Layers, torch.nn.ModuleList):
                 x = checkpoint(_through, group, kwargs, x, *args, **self.options)
         return x
 
-    def __iter__(self) -> Iterator[torch.nn.Module]:
+    def __iter__(self) -> Iterator[nn.Module]:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             frame = sys._getframe(1)
             caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else self
-            if isinstance(caller, torch.nn.Module) and caller is not self:  # another module's forward
+            if isinstance(caller, nn.Module) and caller is not self:  # another module's forward
                 _warn_of_iteration()
         return super().__iter__()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
@@ -22,7 +22,7 @@ class _Layer(Layer):
 
     has_sublayers = True
     shown = ("recompute", "workspace")
-    torch_class: type[torch.nn.Module]
+    torch_class: type[nn.Module]
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class _Layer(Layer):
         for name, module in self._modules.items():
             if "forward" in module.__dict__:
                 continue
-            if type(module) is torch.nn.MultiheadAttention:
+            if type(module) is nn.MultiheadAttention:
                 self._modules[name] = MultiheadAttention.from_torch(module, of_attention, workspace)
-            elif type(module) is torch.nn.Dropout:
+            elif type(module) is nn.Dropout:
                 self._modules[name] = Dropout.from_torch(module)
 
     def _is_torchs(self, method: str) -> bool:
@@ -72,13 +72,13 @@ class _Layer(Layer):
         return (
             named(self.activation) is not None
             and all(map(self._is_torchs, blocks))
-            and unmodified(torch.nn.Linear, self.linear1, self.linear2)
-            and unmodified(torch.nn.LayerNorm, *norms)
+            and unmodified(nn.Linear, self.linear1, self.linear2)
+            and unmodified(nn.LayerNorm, *norms)
             and unmodified(DROPOUT, *dropouts)
             and not any(dropout.p < 0.0 or dropout.p > 1.0 for dropout in dropouts)
         )
 
-    def _attends(self, attention: torch.nn.Module, x: Tensor, memory: Tensor, *masks: Any) -> bool:
+    def _attends(self, attention: nn.Module, x: Tensor, memory: Tensor, *masks: Any) -> bool:
         """Returns whether ckptkern.attention_block computes this attention. masks: attn_mask, key_padding_mask, is_causal."""
         return (
             type(attention).forward is MultiheadAttention.forward
@@ -120,11 +120,11 @@ class _Layer(Layer):
         return swapped(ops.transformer_layer(swapped(x), **arguments, **self.modes))
 
 
-def _probability(dropout: torch.nn.Dropout) -> float:
+def _probability(dropout: nn.Dropout) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """Runs torch.nn.TransformerEncoderLayer as one ckptkern.transformer_layer.
 
     src [S, B, E] ([B, S, E] with batch_first, [S, E] unbatched). Masks: as in MultiheadAttention.
@@ -135,7 +135,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     torch returns float32.
     """
 
-    torch_class = torch.nn.TransformerEncoderLayer
+    torch_class = nn.TransformerEncoderLayer
 
     def forward(
         self,
@@ -165,14 +165,14 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         return x
 
 
-class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """Runs torch.nn.TransformerDecoderLayer, cross-attention included, as one ckptkern.transformer_layer.
 
     tgt [T, B, E] ([B, T, E] with batch_first, [T, E] unbatched), memory [S, B, E]. See TransformerEncoderLayer for masks and
     options; memory is saved too, and "selective" saves o and lse of both attentions.
     """
 
-    torch_class = torch.nn.TransformerDecoderLayer
+    torch_class = nn.TransformerDecoderLayer
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import parametrize
 
 from ..ops.dispatch.choices import choose_mode, log_once
@@ -17,14 +18,14 @@ from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
 from .layer import Dropout
 
-DROPOUT = (torch.nn.Dropout, Dropout)
+DROPOUT = (nn.Dropout, Dropout)
 CACHING = "bitsandbytes.nn.parametrize"  # its hooks bound the lifetime of dequantised weights
 CAPTURING = (
     "transformers.utils.output_capturing"  # its hooks collect the outputs that a call asks for, as hidden states
 )
 
 
-def runs_class_forward(module: torch.nn.Module) -> bool:
+def runs_class_forward(module: nn.Module) -> bool:
     """Returns whether the module's forward is its class's."""
     own = module.__dict__.get("forward")
     # Hugging Face's kernelize binds the class's own forward to the instance
@@ -67,24 +68,24 @@ def dormant(hooks: dict[int, Callable]) -> bool:
     return True
 
 
-def hooked(module: torch.nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Returns whether calling the module runs hooks that do anything."""
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     return not (dormant(module._forward_pre_hooks) and dormant(module._forward_hooks))
 
 
-def untouched(module: torch.nn.Module) -> bool:
+def untouched(module: nn.Module) -> bool:
     """Returns whether calling the module runs its class's forward only, without hooks."""
     return runs_class_forward(module) and not hooked(module)
 
 
-def strided(module: torch.nn.Module) -> bool:
+def strided(module: nn.Module) -> bool:
     """Returns whether the module's own parameters, not its children's, are strided. A pruned parameter may be sparse."""
     return all(p is None or p.layout is torch.strided for p in module._parameters.values())
 
 
-def dense(module: torch.nn.Module) -> bool:
+def dense(module: nn.Module) -> bool:
     """Returns whether the module's own parameters are plain tensors: not sparse, parametrised, or of a subclass with its own
     dispatch."""
     kind = own_dispatch(module._parameters.values())
@@ -95,7 +96,7 @@ def dense(module: torch.nn.Module) -> bool:
     return kind is None and strided(module) and "parametrizations" not in module._modules
 
 
-def unmodified(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> bool:
+def unmodified(kinds: type | tuple[type, ...], *modules: nn.Module) -> bool:
     """Returns whether the modules' parameters alone determine their results: each module is exactly of these types, has no
     hooks, and has only plain parameters (not sparse or quantised)."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
