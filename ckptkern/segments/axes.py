@@ -117,12 +117,15 @@ def _dims(node: fx.Node, count: int) -> set[int]:
     return {dim % count for dim in dims}
 
 
-def _broadcast(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+Rule = Callable[[fx.Node, Axis, int], "Cut | None"]  # each takes (node, axis, n) and returns the cut of `node`, if any
+
+
+def _broadcast(node, axis, n):
     """Cuts an operator whose inputs are broadcast to the result's shape."""
     return Cut([_aligned(node, source, axis) for source in node.all_input_nodes])
 
 
-def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _along(node, axis, n):
     """Cuts an operator that mixes entries along its argument `dim`, which the result (sum) or inputs (stack) may lack."""
     count = max(len(shape_of(tensor)) for tensor in (node, *node.all_input_nodes))
     mixed = _dims(node, count)
@@ -130,7 +133,7 @@ def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     dim = axis.dim if len(shape_of(node)) == count else others[axis.dim]
     if dim in mixed:
         return None
-    inputs = list[tuple[fx.Node, Axis | None]]()
+    inputs = []
     for source in node.all_input_nodes:
         shape = shape_of(source)
         at = dim if len(shape) == count else others.index(dim)
@@ -143,7 +146,7 @@ def _along(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut(inputs)
 
 
-def _trailing(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _trailing(node, axis, n):
     """Cuts an operator that mixes entries along its last dimensions, or that pads some."""
     name, back = name_of(node), len(shape_of(node)) - axis.dim
     if name == "constant_pad_nd":
@@ -153,7 +156,7 @@ def _trailing(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return None if is_mixed else _broadcast(node, axis, n)
 
 
-def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _view(node, axis, n):
     """Cuts a view by its strides in a contiguous source."""
     if node.target is aten.view.dtype:
         return None
@@ -185,7 +188,7 @@ def _view(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return None
 
 
-def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _repeat(node, axis, n):
     source, repeats = node.args[:2]
     if repeats[axis.dim] == 1:
         return Cut([_aligned(node, source, axis)])
@@ -195,7 +198,7 @@ def _repeat(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(source, None)], ((1, axis.dim, axis.outer * axis.inner),))
 
 
-def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _gemm(node, axis, n):
     """Cuts mm and bmm, with or without a bias. Rows of weights are not cut: their gradient needs the whole input."""
     *bias, a, b = node.args[: 3 if "add" in name_of(node) else 2]  # mm.dtype has a third
     added = [_aligned(node, tensor, axis) for tensor in bias]
@@ -204,7 +207,7 @@ def _gemm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([*added, (a, axis if axis.dim < 2 else None), (b, axis if axis.dim != 1 else None)])
 
 
-def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _convolution(node, axis, n):
     x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args[:9]
     others = [tensor for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
@@ -226,7 +229,7 @@ def _convolution(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(x, Axis(1, 1, shape_of(x)[1] // n)), *cut], ((8, None, groups // n),))
 
 
-def _group_norm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _group_norm(node, axis, n):
     x, weight, bias, _, channels, _, groups = node.args[:7]
     others = [tensor for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
@@ -237,12 +240,13 @@ def _group_norm(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(x, axis), *cut], ((4, None, channels // n), (6, None, groups // n)))
 
 
-def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _attention(node, axis, n):
     """Cuts core attention of q, k, v [B, H, S, D], or another function of such tensors, and a mask that is broadcast to
     [B, H, S, S]."""
     if axis.dim > 1:
         return None
-    by_heads, inputs = node.args[0] if name_of(node) == "part" else node.args[:3], list[tuple[fx.Node, Axis | None]]()
+    by_heads = node.args[0] if name_of(node) == "part" else node.args[:3]
+    inputs = []
     for tensor in node.all_input_nodes:
         inner, rest = divmod(shape_of(tensor)[axis.dim], axis.outer * n)
         if tensor not in by_heads:
@@ -254,18 +258,18 @@ def _attention(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut(inputs)
 
 
-def _filled(node: fx.Node, axis: Axis, n: int) -> Cut:
+def _filled(node, axis, n):
     """Cuts zeros(size), new_zeros(input, size) and other constant tensors."""
     place = int(name_of(node).startswith("new_"))
     return Cut([(source, None) for source in node.all_input_nodes], ((place, axis.dim, axis.outer * axis.inner),))
 
 
-def _embedding(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _embedding(node, axis, n):
     weight, indices = node.args[:2]
     return Cut([(weight, None), (indices, axis)]) if axis.dim < len(shape_of(indices)) else None
 
 
-def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _index(node, axis, n):
     """Cuts x[:, :, places, ...] with one tensor of indices."""
     x, (*before, places) = node.args[:2]
     if any(index is not None for index in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
@@ -276,7 +280,7 @@ def _index(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([(x, axis if axis.dim < first else axis.at(axis.dim - count + 1)), (places, None)])
 
 
-def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _part(node, axis, n):
     """Cuts a call of a module by tokens, or of a function of q, k, v [B, H, S, D] by heads."""
     tensors, parameters, _, along = node.args
     shape = shape_of(node)
@@ -287,15 +291,12 @@ def _part(node: fx.Node, axis: Axis, n: int) -> Cut | None:
     return Cut([*((x, axis) for x in dict.fromkeys(tensors)), *((p, None) for p in dict.fromkeys(parameters))])
 
 
-def _item(node: fx.Node, axis: Axis, n: int) -> Cut | None:
+def _item(node, axis, n):
     source, place = node.args
     is_list = name_of(source).startswith(("split", "unbind", "part"))
     if name_of(source) == "part" and shape_of(node)[:-1] != shape_of(source)[:-1]:
         return None
     return Cut([(source, axis)]) if is_list or place == 0 else None
-
-
-Rule = Callable[[fx.Node, Axis, int], "Cut | None"]
 
 
 # operators by torch's names; other operators that torch tags as pointwise are broadcast
