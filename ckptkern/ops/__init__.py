@@ -14,31 +14,3 @@ from .registration.gradients import accumulate_in_place, delay_weight_gradients,
 from .sublayer.dropout import dropout
 from .sublayer.lora import LoRA
 from .transformer_layer import transformer_layer
-
-__all__ = [
-    "ACTIVATIONS",
-    "LoRA",
-    "accumulate_in_place",
-    "attention_block",
-    "backend",
-    "delay_weight_gradients",
-    "dropout",
-    "gated_mlp",
-    "grouped_gated_mlp",
-    "latent_attention_block",
-    "linear_act",
-    "linear_cross_entropy",
-    "linear_distillation",
-    "linear_stack",
-    "linear_topk_distillation",
-    "mlp",
-    "mlp_block",
-    "moe_block",
-    "moe_mlp",
-    "scaled_dot_product_attention",
-    "selected_log_probs",
-    "split_backward",
-    "transformer_layer",
-    "varlen_attn",
-    "workspace",
-]

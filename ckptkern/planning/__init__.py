@@ -3,5 +3,3 @@
 from .certify import Certificate, certify
 from .plan import Frontier, Plan, frontier, plan
 from .report import Report, report
-
-__all__ = ["Certificate", "Frontier", "Plan", "Report", "certify", "frontier", "plan", "report"]

@@ -19,7 +19,8 @@ NO_OPS = {
 
 
 def test_every_op_is_listed():
-    assert OPS.keys() == {*ckptkern.ops.__all__} - NO_OPS
+    of_ops = vars(ckptkern.ops)
+    assert OPS.keys() == {name for name in ckptkern.__all__ if getattr(ckptkern, name) is of_ops.get(name)} - NO_OPS
 
 
 @pytest.mark.parametrize("name", OPS)
