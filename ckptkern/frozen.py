@@ -102,7 +102,7 @@ def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> 
     return whole
 
 
-def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
+def is_made_of(data, parts: Sequence[Tensor]) -> bool:
     """Returns whether these are still the tensors of a library's weight, which the library may pack or quantise again."""
     if (packed_and_state := packed_4bit(data)) is not None:
         packed, state = packed_and_state
@@ -110,7 +110,7 @@ def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
     return data.qdata is parts[0] and data.scale is parts[1]
 
 
-def why_not(data: Any) -> str:
+def why_not(data) -> str:
     """Returns the reason why no Frozen can be made of a weight; "" if one can."""
     try:
         layout_of(data, None, None, None)
@@ -122,7 +122,7 @@ def why_not(data: Any) -> str:
 # -- bitsandbytes: NF4 and FP4
 
 
-def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
+def packed_4bit(data) -> tuple[Tensor, Any] | None:
     """Returns the packed values and their QuantState of a Params4bit, or of the parametrizations of a parameter that went
     through bitsandbytes' replace_parameter_4bit alone; None for other data."""
     if isinstance(data, ParametrizationList) and len(data) == 1 and hasattr(data[0], "quant_state"):
@@ -130,7 +130,7 @@ def packed_4bit(data: Any) -> tuple[Tensor, Any] | None:
     return (data, data.quant_state) if type(data).__name__ == "Params4bit" else None
 
 
-def _of_bitsandbytes(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Taken:
+def _of_bitsandbytes(packed: Tensor, state, dtype: torch.dtype | None) -> Taken:
     if state is None:
         raise ValueError("Frozen: the Params4bit is not quantised yet; move its module to its device first")
     if getattr(state, "packing_format_for_cpu", False):
@@ -187,7 +187,7 @@ def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
 # -- torchao: int8, int1 to int8, float8
 
 
-def _of_torchao(data: Any, dtype: torch.dtype | None) -> Taken:
+def _of_torchao(data, dtype: torch.dtype | None) -> Taken:
     name = type(data).__name__
     for attribute in QUANTISES_INPUT:
         if getattr(data, attribute, None) is not None:
@@ -472,7 +472,7 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
     return frozen
 
 
-def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
+def frozen_bytes(weights: Iterable, dtype: torch.dtype) -> tuple[int, int]:
     """Returns the bytes of all Frozen weights dequantised at once in `dtype`, and of the largest alone (for experts, one
     expert). Both include the temporaries while one is dequantised."""
     whole = most = largest = 0
@@ -489,7 +489,7 @@ def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
 # -- in the arguments of a library op
 
 
-def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+def flattened(function, args: tuple, kwargs: dict) -> list:
     """Returns the arguments of a library op with each Frozen replaced by its parts, and a string that says which they are."""
     arguments = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
     flat, places = [], []

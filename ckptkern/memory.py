@@ -45,7 +45,7 @@ def parse_size(text: str) -> int | None:
     return size if size >= 0 else None
 
 
-def bytes_of(value: object) -> int | None:
+def bytes_of(value) -> int | None:
     """Returns the bytes of a number such as 2**30 or 1e9, or of a size such as "64MiB"; None for anything else."""
     if isinstance(value, str):
         return parse_size(value)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +33,12 @@ TRANSPARENT = frozenset(
 _UNCHANGED = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl, Tensor.__torch_dispatch__)
 
 
-def constant(function: Any) -> Any:
+def constant(function):
     """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does without importing
     torch._dynamo. Dynamo then calls it instead of tracing into Triton, the CUDA driver or a class's handlers."""
     cached = functools.cache(function)
 
-    def call(*args: Any) -> Any:
+    def call(*args):
         return cached(*args)
 
     call._dynamo_marked_constant, call.cache_clear = True, cached.cache_clear

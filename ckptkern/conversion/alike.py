@@ -7,7 +7,7 @@ unread arguments are assumed to be those of the first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ class Numbers(NamedTuple):
     ours: int | None
     theirs: int | None
 
-    def same(self, x: Any, y: Any) -> bool:
+    def same(self, x, y) -> bool:
         """Returns whether x and y are equal, except that numbers, also in paths, may differ as these layer indices do."""
         if x is y:
             return True
@@ -71,7 +71,7 @@ def description(module: nn.Module) -> list[tuple]:
     return [*((path, type(m)) for path, m in module.named_modules()), *tensors]
 
 
-def attributes_of(module: nn.Module) -> list[Any]:
+def attributes_of(module: nn.Module) -> list:
     """Returns the attributes of all modules inside that are not tensors: plain values, functions, lists, configurations."""
     return [
         {

@@ -63,7 +63,7 @@ Parameter.hold._dynamo_marked_constant = (
 )
 
 
-def argument_of(index: int, form: str, call: Inputs) -> Any:
+def argument_of(index: int, form: str, call: Inputs):
     return in_form(call.flat[index], form, call.length)
 
 
@@ -82,12 +82,12 @@ class Arguments:
     """Evaluates a template in a call. live: the entries that each call evaluates; kind: dict (by name), tuple or list;
     switches: by the name of a low-rank update, the layer whose SWITCH leaves it out."""
 
-    template: dict[Any, Any]
+    template: dict
     live: list[tuple[Any, Callable[[Inputs], Any]]]
     kind: type
     switches: dict[str, nn.Module]
 
-    def __call__(self, call: Inputs) -> Any:
+    def __call__(self, call: Inputs):
         arguments = self.template | {name: get(call) for name, get in self.live}
         for name, layer in self.switches.items():
             if getattr(layer, SWITCH):
@@ -110,7 +110,7 @@ def switch_of(module: nn.Module, update: Update) -> str | None:
     return None
 
 
-def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
+def live_attributes(module: nn.Module, template) -> set[tuple[str, str]]:
     """Returns the (path, name) of each attribute that every call reads anew."""
     switches = (switch_of(module, update) for update in templates(template, Update))
     return {
@@ -134,7 +134,7 @@ def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
             scales.update(was)
 
 
-def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
+def getter(module: nn.Module, value) -> Callable[[Inputs], Any] | None:
     """Returns a function from a call's Inputs to the live value of a template's entry; None for a constant."""
     if isinstance(value, Weight):
         path, _, name = value.path.rpartition(".")
@@ -224,7 +224,7 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     return tensor.repeat_interleave(2, -1) if form == "each twice" else tensor
 
 
-def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:
+def values_of(template: dict[str, Any], *names: str) -> Iterator:
     """Yields the values that an op, or each of its sublayers, has under these argument names."""
     for key, value in template.items():
         if isinstance(value, dict):

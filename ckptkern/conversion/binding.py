@@ -53,7 +53,7 @@ ORIGINAL_CLASS = "_ckptkern_class"  # attribute with the class of a module befor
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
 
-def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable, *args: Any, **kwargs: Any) -> Any:
+def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable, *args, **kwargs):
     """Calls `run` with earlier hooks, and with the weights that bitsandbytes parametrizes read in 4 bits. held: each dict of
     hooks, with its earlier contents."""
     changed = [(own, was, dict(own)) for own, was in held if own != was]
@@ -69,7 +69,7 @@ def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], run: Callable,
             own.update(now)
 
 
-def _in_parts(module: nn.Module, parts: Parts, workspace: int, later: bool, *args: Any, **kwargs: Any) -> Any:
+def _in_parts(module: nn.Module, parts: Parts, workspace: int, later: bool, *args, **kwargs):
     return parts(module, workspace, args, kwargs, later)
 
 
@@ -114,7 +114,7 @@ class Segment:
         self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op computes no gradient of these
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
-    def op_arguments(self, flat: list[Any]) -> dict[str, Any]:
+    def op_arguments(self, flat: list) -> dict[str, Any]:
         """Returns the op's arguments in a call with these values."""
         return self.arguments(Inputs(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
@@ -123,7 +123,7 @@ class Segment:
         """Returns whether the forward returns probabilities, for which placeholders stand."""
         return self.reading.result is not None and Unread in self.reading.result[1]
 
-    def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
+    def y(self, flat: list, mode: str, workspace: int | str | None = None) -> Tensor:
         """Returns the op's result in a call with these values."""
         arguments = self.op_arguments(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
@@ -137,18 +137,16 @@ class Segment:
                 hook(self.router, (), (logits,))  # transformers collects them for an auxiliary loss
         return y
 
-    def __call__(
-        self, flat: list[Any], mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None
-    ) -> object:
+    def __call__(self, flat: list, mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None):
         """Returns what the module's forward returns. forward: the original forward, for results that are computed when read."""
         return self.returned(self.y(flat, mode, workspace), flat, forward)
 
-    def returned(self, y: Tensor, flat: list[Any], forward: Callable[[], object] | None = None) -> object:
+    def returned(self, y: Tensor, flat: list, forward: Callable[[], object] | None = None):
         if self.reading.result is None:
             return y
         spec, leaves, at = self.reading.result
         original = None if forward is None or not self.unread else when_read(forward, self.module, flat)
-        results: list[Any] = []
+        results = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
                 results.append(flat[leaf.index])
@@ -216,7 +214,7 @@ class Forward:
         refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
+    def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict):
         """Runs the original forward, and counts a training call."""
         if torch.is_grad_enabled() and self.module.training and not is_compiling():
             self.count("original", why)
@@ -230,7 +228,7 @@ class Forward:
             warn_of(self.name, ran, type(self.module).__name__, why())
         self.differs = why is not None
 
-    def may_leave_empty(self, caches: list[Any]) -> bool:
+    def may_leave_empty(self, caches: list) -> bool:
         """Returns whether this is a training step with empty caches, which then stay empty, as under any activation checkpoint.
         Warns once.
 
@@ -244,7 +242,7 @@ class Forward:
     def checkpointed(
         self,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: dict,
         context_fn: Callable = noop_context_fn,
         why: Callable[[], str] | None = None,
     ):
@@ -269,7 +267,7 @@ class Forward:
         """Runs on fake tensors."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def recomputed(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
+    def recomputed(self, args: tuple, kwargs: dict) -> Callable:
         """Returns the function that an activation checkpoint of this call runs."""
         return MethodType(type(self.module).forward, self.module)
 
@@ -315,7 +313,7 @@ class Fused(Forward):
         wants_torchs = is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
         if not trains and wants_torchs:
             return self.original(*args, **kwargs)
-        flat: list[Any] = []
+        flat = []
         takes = self.form.takes(kwargs)
         segment = self.segment_of(pattern_of(self.form.counting((args, kwargs)), flat)) if takes else None
         if segment is None:
@@ -354,14 +352,14 @@ class Fused(Forward):
         )
 
     def traced(self, *args, **kwargs):
-        flat: list[Any] = []
+        flat = []
         pattern_of(self.form.counting((args, kwargs)), flat)
         segment = self.ops[0]
         if segment.op in ("moe_block", "moe_mlp"):  # which read the router's choice
             return segment.returned(torch.empty_like(flat[segment.x]), flat)
         return segment(flat, "none", None)
 
-    def why_changed(self, segment: Segment, flat: list[Any]) -> Callable[[], str] | None:
+    def why_changed(self, segment: Segment, flat: list) -> Callable[[], str] | None:
         """Returns a function that says why the original runs as an activation checkpoint; None if the op runs."""
         if segment.attends and in_context_parallel():
             return lambda: "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
@@ -385,7 +383,7 @@ def forward_of(module: nn.Module) -> Forward | None:
     return own if isinstance(own, Forward) else None
 
 
-def is_cache(value: object) -> bool:
+def is_cache(value) -> bool:
     """Returns whether the value collects keys and values, as transformers' caches do."""
     return hasattr(value, "get_seq_length")
 
@@ -394,7 +392,7 @@ def without_caches(call: Call) -> Call:
     """Returns the call with None in place of caches. An argument without caches stays the same object: a layer may append to
     a list."""
 
-    def emptied(value: Any) -> Any:
+    def emptied(value):
         leaves = leaves_of(value)
         return recomputed(value, (None if is_cache(v) else v for v in leaves)) if any(map(is_cache, leaves)) else value
 
@@ -441,7 +439,7 @@ class General(Forward):
                 return
         others.append((name, self))
 
-    def recomputed(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
+    def recomputed(self, args: tuple, kwargs: dict) -> Callable:
         whole, x = super().recomputed(args, kwargs), next(iter(tensors_in((args, kwargs))), None)
         if self.parts is None or x is None:
             return whole
@@ -503,7 +501,7 @@ class Runs(Forward):
         return input
 
 
-def requires_grad(value: object) -> bool:
+def requires_grad(value) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 

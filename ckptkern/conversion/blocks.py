@@ -61,7 +61,7 @@ def held_by(module: nn.Module) -> list[tuple[str, int]]:
     return sizes + [(name, id(tensor)) for name, value in held if type(value) is tuple for tensor in tensors_in(value)]
 
 
-def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Tensor | None], list[Any]]:
+def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Tensor | None], list]:
     """Runs a training step of the module in float32 at least, always from the same random state and with the same random
     parameters.
 
@@ -70,7 +70,7 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
     elsewhere than in torch.
     """
 
-    def outputs(flat: list[Any]) -> Tensor:
+    def outputs(flat: list) -> Tensor:
         args, kwargs = recomputed(call, iter(flat))
         values = [tensor.flatten() for tensor in tensors_in(run(*args, **kwargs))]
         return torch.cat([value for value in values if value.requires_grad])
@@ -95,7 +95,7 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
         return tensors, [*left, *settings(module)]
 
 
-def error_of(forward: General, call: Call, is_asked: bool, wanted: Any = None) -> float | None:
+def error_of(forward: General, call: Call, is_asked: bool, wanted=None) -> float | None:
     """Returns the largest relative error of a training step with a checkpoint; None if the module itself cannot be tested, and
     the checkpoint is asked for in any case. wanted: the module's own `training_step`, by default that of its forward. Raises
     Unreadable if results, buffers or attributes differ."""
@@ -184,7 +184,7 @@ class Record(Step):
                 self.written |= dict.fromkeys(written, self.writes)
         return func(*args, **kwargs)
 
-    def others(self, values: Any) -> Saved:
+    def others(self, values) -> Saved:
         """Returns the storages of these values that are not parameters or buffers."""
         storages = memory.storages_of(tensors_in(values))
         return {key: size for key, size in storages.items() if key not in self.names}
@@ -193,13 +193,13 @@ class Record(Step):
         self.saves += self.others(tensor).items()
 
     def watch(self, i: int, name: str, module: nn.Module) -> list:
-        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             called = Called(module, len(self.saves), self.others((args, kwargs)), self.writes)
             self.called.append(called)
             self._stack[-1].inner.append(called)
             self._stack.append(called)
 
-        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        def leave(module: nn.Module, args: tuple, output) -> None:
             self._stack.pop().stop = len(self.saves)
 
         return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]

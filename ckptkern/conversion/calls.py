@@ -17,12 +17,12 @@ from .protection import no_trace, unmoved
 from .trace import PLAIN_VALUES, Call, leaves_of, mapped, recomputed, trace
 
 
-def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
+def pattern_of(values: Iterable, flat: list) -> tuple:
     """Returns what arguments must have in common with checked ones: structure, dims, dtypes and plain values.
 
     Appends their leaves to `flat`, in the order of trace.leaves_of. This runs in each call, so tensors come first.
     """
-    key: list[Any] = []
+    key = []
     for value in values:
         kind = type(value)
         if kind is Tensor:
@@ -55,7 +55,7 @@ def regardless_of_precision(pattern: tuple) -> tuple:
     )
 
 
-def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[str, Any]) -> None:
+def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict) -> None:
     """Raises TypeError for a keyword of the model's call that its forward does not have, such as a misspelt option of
     `function`, the public function called `op`.
 
@@ -137,7 +137,7 @@ def not_looked_at(module: nn.Module, call: Call, names: Iterable[str]) -> list[s
     return ignored
 
 
-def described(value: Any) -> str:
+def described(value) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return repr(value) if type(value) in PLAIN_VALUES else f"of class {type(value).__name__}"
@@ -176,7 +176,7 @@ class Form:
         values = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
         return args[len(self.by_place) :], {name: values[name] for name in self.by_place if name in values} | values
 
-    def counting(self, call: Call) -> list[Any]:
+    def counting(self, call: Call) -> list:
         """Returns the values that count, in their order, with fixed values for ignored names."""
         args, kwargs = call
         values = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
@@ -186,13 +186,13 @@ class Form:
         """Returns what a call must have in common with checked calls, whatever its precision."""
         return regardless_of_precision(pattern_of(self.counting(call), []))
 
-    def call_of(self, flat: list[Any], call: Call) -> Call:
+    def call_of(self, flat: list, call: Call) -> Call:
         """Returns a complete call with these leaves in place of the values that count."""
         values, (args, kwargs) = recomputed(self.counting(call), iter(flat)), call
         named = dict(zip(self.keywords, values[len(args) :], strict=True))
         return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
-    def takes(self, kwargs: dict[str, Any]) -> bool:
+    def takes(self, kwargs: dict) -> bool:
         """Returns whether all names are known or have no effect. New names are tried once, on the example: forward ignores
         them, or does the same with these plain values."""
         new = {name: value for name, value in kwargs.items() if name not in self.known}

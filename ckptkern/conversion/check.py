@@ -7,7 +7,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +91,7 @@ def in_float64(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return replacing(module, double, double)
 
 
-def varied(value: Any, excludes: bool = False) -> Any:
+def varied(value, excludes: bool = False):
     """Returns another mask of the same kind, because an example's mask rarely hides anything. excludes: True hides."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
@@ -108,8 +107,8 @@ def rms(tensor: Tensor | None) -> float:
 
 
 def results(
-    run: Callable[[list[Any]], Tensor],
-    flat: list[Any],
+    run: Callable[[list], Tensor],
+    flat: list,
     inputs: list[int] | None,
     parameters: Iterable[nn.Parameter] = (),
 ) -> list[Tensor | None]:
@@ -147,16 +146,14 @@ class Check:
     original, ours: functions of a call's flat values that return a tensor.
     """
 
-    def __init__(self, original: Callable[[list[Any]], Tensor], ours: Callable[[list[Any]], Tensor]):
+    def __init__(self, original: Callable[[list], Tensor], ours: Callable[[list], Tensor]):
         self.original, self.ours = original, ours
 
-    def error(self, flat: list[Any], inputs: list[int] | None = None, parameters: Iterable[nn.Parameter] = ()) -> float:
+    def error(self, flat: list, inputs: list[int] | None = None, parameters: Iterable[nn.Parameter] = ()) -> float:
         """Returns the largest relative error of our result and of the gradients that `results` computes."""
         return difference(*(results(run, flat, inputs, parameters) for run in (self.ours, self.original)))
 
-    def require(
-        self, calls: Iterable[tuple[str, list[Any]]], tolerance: float = TOLERANCE, pick: Callable | None = None
-    ):
+    def require(self, calls: Iterable[tuple[str, list]], tolerance: float = TOLERANCE, pick: Callable | None = None):
         """Raises Unreadable for the first call in which the results differ, or which ours refuses. calls: (where, its
         values) of each. pick(ours, theirs): the parts of both to compare."""
         for where, flat in calls:

@@ -70,7 +70,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
     calls: dict[nn.Module, dict[tuple, Call]] = {}
     seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
         with torch._C.DisableTorchFunction():  # `Ran` would note parameters whose dtype is read
             own, call = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))

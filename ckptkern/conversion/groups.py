@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ class Group:
                 regions.append([name])
         return [names for names in regions if len(names) > 1]
 
-    def call(self, forward: Forward, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, forward: Forward, place: int, args: tuple, kwargs: dict):
         module = forward.module
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if (

@@ -46,13 +46,13 @@ class _Recorder:
         for m in list(module.modules()):
             self.observe(m)
 
-    def observe(self, owner: object) -> None:
+    def observe(self, owner) -> None:
         kind = type(owner)
         if kind in self.classes:
             return
         read, own = kind.__getattribute__, vars(kind).get("__getattribute__")
 
-        def noted(self_: object, name: str) -> Any:
+        def noted(self_, name: str):
             if id(self_) not in self.of:
                 return read(self_, name)
             names = self.of[id(self_)][1]
@@ -84,7 +84,7 @@ class _Recorder:
             else:
                 kind.__getattribute__ = own  # type: ignore[method-assign]
 
-    def reads(self, owner: object, above: frozenset[int] = frozenset()) -> Reads | None:
+    def reads(self, owner, above: frozenset[int] = frozenset()) -> Reads | None:
         if id(owner) in self.whole:
             return None
         common, above = (OF_EVERY_MODULE if isinstance(owner, nn.Module) else ()), above | {id(owner)}
@@ -110,7 +110,7 @@ def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
         return reads
 
 
-def all_reads(reads: Reads | None, other: Reads | None) -> Any:
+def all_reads(reads: Reads | None, other: Reads | None):
     """Returns all that either has read."""
     if reads is None or other is None:
         return None
@@ -122,7 +122,7 @@ def all_reads(reads: Reads | None, other: Reads | None) -> Any:
 HARMLESS = (REPACKS, "gradient_checkpointing", "_gradient_checkpointing_func")
 
 
-def is_container(value: object) -> bool:
+def is_container(value) -> bool:
     """Returns whether the value is a container whose == has a truth value."""
     if not isinstance(value, CONTAINERS):
         return False
@@ -132,7 +132,7 @@ def is_container(value: object) -> bool:
     )
 
 
-def snapshot(value: Any) -> Any:
+def snapshot(value):
     """Returns a copy of nested containers, which later changes in place do not reach."""
     return recomputed(value, (copy.copy(v) if isinstance(v, CONTAINERS) else v for v in leaves_of(value)))
 
@@ -164,7 +164,7 @@ class Held(NamedTuple):
     known: frozenset[str] | None = None
 
 
-def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str] = ()) -> Iterator[Held]:
+def held_of(owner, path: str, reads: Reads | None, skipped: Collection[str] = ()) -> Iterator[Held]:
     """Yields the Held of the owner, and of the objects that it holds."""
     own, is_module = vars(owner), isinstance(owner, nn.Module)
     names = [name for name in (own if reads is None else reads) if name not in skipped]

@@ -94,7 +94,7 @@ class Ran(TorchFunctionMode):
         return taken.isdisjoint(map(id, parameters))
 
 
-def scalars(output: Any) -> list[Tensor]:
+def scalars(output) -> list[Tensor]:
     """Returns the scalars among a model's outputs, which may be a loss."""
     return [tensor for tensor in floating_in(output) if tensor.dim() == 0]
 
@@ -181,7 +181,7 @@ class Head(Forward):
             self.calls["fused"] -= 1
             self.count("original", lambda: cause)
 
-    def why_not(self, args: tuple, kwargs: dict[str, Any], lora: LoRA | None) -> str:
+    def why_not(self, args: tuple, kwargs: dict, lora: LoRA | None) -> str:
         """Returns why the layer's own forward runs in a training call, with the remedy; "" if it need not."""
         if len(args) != 1 or kwargs:
             return "it is called with more than its input. Leave it out by exclude="
@@ -283,7 +283,7 @@ class Heads:
         # each call's module, input, result, and "", or the input and name of the head inside whose result it is
         noted: list[tuple[nn.Module, Tensor, Tensor, str]] = []
 
-        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
+        def note(module: nn.Module, args: tuple, kwargs: dict, y) -> None:
             log = y.matmul.log if isinstance(y, Logits) else None
             if name := next((n for n, m in module.named_modules() if m in heads and heads[m].log is log), ""):
                 y = y.matmul.x

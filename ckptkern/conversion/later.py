@@ -47,7 +47,7 @@ class ConvertLater:
         self._handle = model.register_forward_pre_hook(self._convert, prepend=True, with_kwargs=True)
 
     @torch._disable_dynamo
-    def _convert(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _convert(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if not torch.is_grad_enabled():  # Lightning trains what `from_pretrained` gives in evaluation mode
             return
         if next(iter(model._forward_pre_hooks)) != self._handle.id:  # fully_shard's later hook has begun the forward
@@ -105,7 +105,7 @@ class Copying(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return self.part(args[0]) if function is Tensor.__deepcopy__ else function(*args, **(kwargs or {}))
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value):
         if isinstance(value, Tensor):
             return self.part(value)
         with suppress(Exception), self:  # what cannot be copied is passed on

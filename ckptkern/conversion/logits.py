@@ -87,7 +87,7 @@ REMEDY = (
 )
 
 
-def logits_in(values: Any) -> list[Logits]:
+def logits_in(values) -> list[Logits]:
     return [leaf for leaf in leaves_of(values) if isinstance(leaf, Logits)]
 
 
@@ -120,13 +120,13 @@ class Step(NamedTuple):
     def clones(self) -> bool:
         return self.name == "clone" or bool(self.kwargs.get("copy"))
 
-    def of(self, values: Callable[[Logits], Any]) -> Any:
+    def of(self, values: Callable[[Logits], Any]):
         """Returns the function's result with values(logits) in place of logits."""
         args, kwargs = mapped(lambda tensor: values(tensor) if isinstance(tensor, Logits) else tensor, self[1:])
         return self.function(*args, **kwargs)
 
     @property
-    def others(self) -> list[Any]:
+    def others(self) -> list:
         """Returns the leaves of its arguments that are not logits."""
         return [leaf for leaf in leaves_of(self[1:]) if not isinstance(leaf, Logits)]
 
@@ -395,7 +395,7 @@ class Logits(Tensor):
 
         return step.of(values)
 
-    def without_values(self, step: Step, logits: list[Logits]) -> Any:
+    def without_values(self, step: Step, logits: list[Logits]):
         """Returns the step's result without values; None if it needs them."""
         if len(logits) == 2:
             return product(step, *logits)
@@ -459,7 +459,7 @@ class Logits(Tensor):
     def class_dim(self) -> int | None:
         return self.tokens.class_dim
 
-    def cross_entropy(self, target: Tensor, **options: Any) -> Any:
+    def cross_entropy(self, target: Tensor, **options):
         matmul, wants_gradient = self.matmul, torch.is_grad_enabled() and not self.detached
         if wants_gradient and not options.get("return_accuracy"):
             matmul.gather()

@@ -70,7 +70,7 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     s_aux: Tensor | None = None,
-    **options: Any,
+    **options,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention function: as "sdpa" does, but causal with a padding mask [B, S] or a window, and
     with sinks."""
@@ -106,7 +106,7 @@ def attention_forward(
 
 
 def mask_function(
-    q_length: int, kv_length: int, q_offset: Any = 0, attention_mask: Tensor | None = None, **options: Any
+    q_length: int, kv_length: int, q_offset=0, attention_mask: Tensor | None = None, **options
 ) -> Tensor | None:
     """Implements transformers' mask function: as "sdpa" does, but returns the padding mask [B, S], or None if nothing is
     padded, where the mask is only causal, within the configuration's window too, and keys are the queries' own."""
@@ -140,7 +140,7 @@ def by_rows(function: Callable[..., Tensor], batch: Tensor, head: Tensor, rows: 
     return torch.cat([function(batch, head, part, keys) for part in rows.chunk(16, 2)], 2)
 
 
-def signature_of(forward: Any) -> inspect.Signature:
+def signature_of(forward) -> inspect.Signature:
     """Returns the signature of the class's forward, for an object that replaces it."""
     return inspect.signature(MethodType(type(forward.module).forward, forward.module))
 
@@ -158,7 +158,7 @@ class Unpacked:
 
     __signature__ = property(signature_of)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             arguments = dict(zip(self.names, args, strict=False)) | kwargs
             x = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
@@ -245,7 +245,7 @@ def give_back(model: nn.Module) -> None:
             setattr(config, ATTRIBUTE, _replaced(m))
 
 
-def has_ours(config: Any) -> bool:
+def has_ours(config) -> bool:
     """Returns whether a configuration names the implementation NAME."""
     return getattr(config, ATTRIBUTE, None) == NAME
 

@@ -46,7 +46,7 @@ class _Seen(Exception):
     """Ends a block's forward at its experts."""
 
 
-def experts_call(flat: list[Any]) -> tuple[int, int, int]:
+def experts_call(flat: list) -> tuple[int, int, int]:
     """Returns the places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
     floating = [i for i, value in enumerate(flat) if is_floating(value)]
     others = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and i not in floating]
@@ -83,7 +83,7 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
     passes to its experts, which do not run. Raises Unreadable."""
     seen, returned = [], [None]
 
-    def stop(_, inner: tuple, named: dict[str, Any]) -> None:
+    def stop(_, inner: tuple, named: dict) -> None:
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
@@ -191,7 +191,7 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
     return shared(own) | {"lora": shared(lora)}, choices
 
 
-def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
+def read_block(module: nn.Module, call: Call, flat: list) -> Reading:
     """Reads a call with one tensor x [..., d]. Raises Unreadable."""
     parts = parts_of(module)
     tensors = tensors_in(flat)
@@ -245,7 +245,7 @@ def scaled(parameter: Tensor, factor: float) -> Iterator[None]:
             parameter.copy_(before)
 
 
-def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
+def read_experts(module: nn.Module, flat: list) -> Reading:
     """Reads a call with x [..., d], indices [..., k] and weights [..., k] as moe_mlp. The numerical check decides on the
     activation.
 
@@ -256,12 +256,12 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
     return Reading(arguments, x, [[{"activation": name} for name in ACTIVATIONS]], op="moe_mlp")
 
 
-def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
+def routed(segment, flat: list, rows: int = 512) -> Iterator[tuple[str, list]]:
     """Yields calls of experts, or of an MoE block, that show what the example may not: a clamp in the experts or of the
     logits, and a limit on the rows of an expert. segment: the region in its place; flat: the example's values."""
     x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.op_arguments(flat)
 
-    def call(x: Tensor) -> list[Any]:
+    def call(x: Tensor) -> list:
         return [x if i == segment.x else value for i, value in enumerate(flat)]
 
     for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no maximum

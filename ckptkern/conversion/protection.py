@@ -43,8 +43,8 @@ Held = tuple[Any, Any]
 def seeded() -> Iterator[None]:
     """Sets the seed of the global generators of torch, Python and NumPy, alike each time, and restores their states
     afterwards."""
-    numpy: Any = sys.modules.get("numpy.random")
-    drawn: list[Any] = [random._inst, torch.default_generator]
+    numpy = sys.modules.get("numpy.random")
+    drawn = [random._inst, torch.default_generator]
     for accelerator in (torch.cuda, torch.xpu):  # torch.manual_seed would also seed those that are initialised later
         if accelerator.is_initialized():
             drawn += accelerator.default_generators
@@ -62,9 +62,9 @@ def seeded() -> Iterator[None]:
             restore()
 
 
-def restorer_of(generator: object) -> Callable[[], None] | None:
+def restorer_of(generator) -> Callable[[], None] | None:
     """Returns a function that restores a generator's present state; None for other objects."""
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy = sys.modules.get("numpy.random")
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, torch.Generator) or (numpy is not None and isinstance(generator, numpy.RandomState)):
@@ -117,18 +117,18 @@ class _State:
     """Holds what modules hold, and what that holds, to a depth of DEPTH: attributes, items of containers, values of tensors
     and states of generators. Parameters are not copied, and other modules are not followed."""
 
-    def __init__(self, modules: list[nn.Module], others: Iterable[Any] = ()):
+    def __init__(self, modules: list[nn.Module], others: Iterable = ()):
         self.held: list[Held] = []
         self.tensors: list[Written] = []
         self.restorers: list[Callable[[], None]] = []
         self.seen: set[int] = set()
         if any(map(is_sharded, modules)):
             self.seen.update(id(vars(m)[name]) for m in modules for name in OF_FULLY_SHARD)
-        level: list[Any] = [*map(vars, modules), *others]
+        level = [*map(vars, modules), *others]
         for _ in range(DEPTH + 1):
             level = [item for value in level for item in self.taken(value)]
 
-    def taken(self, value: Any) -> Iterable[Any]:
+    def taken(self, value) -> Iterable:
         """Notes what the value holds, and returns it."""
         if type(value) in PLAIN_VALUES or id(value) in self.seen or isinstance(value, (type, nn.Module)):
             return ()
@@ -168,7 +168,7 @@ class _State:
 
 
 @contextlib.contextmanager
-def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
+def unmoved(module: nn.Module, others: Iterable = ()) -> Iterator[None]:
     """Restores what the modules hold: modes, attributes, hooks, submodules, buffers and other tensors with their values, the
     contents of containers, and the attributes of objects such as configurations.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers: a call withou
 LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a wrong scale or layout differs by more
 
 
-def is_quantised(parameter: object) -> bool:
+def is_quantised(parameter) -> bool:
     """Returns whether the parameter is a quantised weight of a library that Frozen knows."""
     return type(parameter).__module__.partition(".")[0] in LIBRARIES
 
@@ -110,7 +109,7 @@ def removing_adapters() -> contextlib.AbstractContextManager[None]:
     """Makes peft remove its adapters of experts after each call, also where bitsandbytes parametrizes the experts: peft
     0.21.2 does not recognise its preferred kind of adapter. The other kind adds the whole low-rank update to a weight, also
     in the step before convert."""
-    layer: Any = sys.modules.get("peft.tuners.lora.layer")
+    layer = sys.modules.get("peft.tuners.lora.layer")
     return setting("_LoraFactorsProxy", lambda b, a, scale: layer._LoraParameterProxy(scale * b @ a), layer)
 
 

@@ -124,7 +124,7 @@ class Step(TorchDispatchMode):
                 self.peak, self.at_peak = self.bytes, [alive for _, alive in self.alive.values()]
         return result
 
-    def note(self, result: Any, arguments: Any, op: str) -> None:
+    def note(self, result, arguments, op: str) -> None:
         """Adds the storages of an op's result. Unknown storages of its arguments were there before."""
         new = {key: part for part in parts_of(result) if (key := part.untyped_storage()._cdata) not in self.alive}
         for part in parts_of(arguments) if new else ():
@@ -167,7 +167,7 @@ class Step(TorchDispatchMode):
                     tensor.register_hook(end_backward)
             self.cut(i, name)
 
-        def after(module: nn.Module, args: tuple, output: Any) -> None:
+        def after(module: nn.Module, args: tuple, output) -> None:
             if self.backward or self.region != i:
                 return
             self.name(i, "out", output)
@@ -178,7 +178,7 @@ class Step(TorchDispatchMode):
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
-    def name(self, i: int, role: str, values: Any) -> None:
+    def name(self, i: int, role: str, values) -> None:
         """Gives a name to the storages of a region's inputs or outputs that have none yet."""
         tensors = [(j, value) for j, value in enumerate(leaves_of(values)) if isinstance(value, Tensor)]
         for place, part in [((role, j, k), part) for j, t in tensors for k, part in enumerate(memory.dense_parts(t))]:
@@ -225,7 +225,7 @@ class Step(TorchDispatchMode):
         return sorted((key._replace(bytes=n) for key, n in added.items()), key=lambda alive: -alive.bytes)
 
 
-def parts_of(values: Any) -> list[Tensor]:
+def parts_of(values) -> list[Tensor]:
     """Returns the tensors with a storage of their own, of all tensors inside."""
     return [part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in memory.dense_parts(leaf)]
 
@@ -318,7 +318,7 @@ def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None
             leaf.main_grad = torch.zeros_like(leaf.main_grad)
 
 
-def floating_in(output: Any) -> list[Tensor]:
+def floating_in(output) -> list[Tensor]:
     """Returns the floating-point tensors among a model's outputs."""
     return [
         leaf
@@ -327,7 +327,7 @@ def floating_in(output: Any) -> list[Tensor]:
     ]
 
 
-def differentiated(output: Any) -> list[Tensor]:
+def differentiated(output) -> list[Tensor]:
     """Returns the outputs that a step differentiates: the `loss`, or the scalars, or else all tensors; those that have a
     gradient, if any has one."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -343,7 +343,7 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def loss_of(
-    output: Any,
+    output,
     loss: Loss | None = None,
     summed: Callable[[Sequence[Tensor]], Tensor] = sum_of,
     op: str = "loss",

@@ -32,7 +32,7 @@ def check_not_fsdp1(model: nn.Module, op: str = "convert") -> None:
         )
 
 
-def announces_backward(hook: object) -> bool:
+def announces_backward(hook) -> bool:
     """Returns whether the hook is one of fully_shard, or of FullyShardedDataParallel, on a model's result. Such a hook reads
     no gradient: it gathers parameters before backward."""
     owner, function = getattr(hook, "__self__", None), getattr(hook, "func", hook)
@@ -40,13 +40,13 @@ def announces_backward(hook: object) -> bool:
     return module.startswith("torch.distributed.fsdp.")
 
 
-def _groups(state: object) -> list:
+def _groups(state) -> list:
     """Returns the groups of parameters of a module that fully_shard was called on. torch 2.11 has one, or None."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
 
-def shards_of(hook: object) -> list[torch.Tensor]:
+def shards_of(hook) -> list[torch.Tensor]:
     """Returns this rank's shards of the parameters that a hook of fully_shard gathers; an optimizer changes them."""
     groups = _groups(getattr(hook, "__self__", None))
     return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +115,7 @@ class Tiled(Forward):
         return self.module.get_submodule(self.head)(y) if self.head else y
 
 
-def attributes_of(module: nn.Module) -> list[Any]:
+def attributes_of(module: nn.Module) -> list:
     return [value for m in module.modules() for value in vars(m).values()]
 
 
@@ -161,7 +160,7 @@ def tiled_inside(
     """Yields what `tiled` returns of modules inside, the outermost that are token-wise. leaves: says which modules to leave."""
     inputs, seen = dict[nn.Module, Tensor](), set[nn.Module]()
 
-    def note(m: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note(m: nn.Module, args: tuple, kwargs: dict) -> None:
         if len(args) == 1 and not kwargs and is_floating(args[0]) and args[0].dim() > 1:
             inputs.setdefault(m, args[0])
 

@@ -97,7 +97,7 @@ class Tokens(NamedTuple):
         return self._replace(placeholder=whole.as_strided(shape, placeholder.stride(), placeholder.storage_offset()))
 
     @placeholders()
-    def after(self, step: Any) -> Tokens | None:
+    def after(self, step) -> Tokens | None:
         """Returns the tokens of the step's result; None if it is not followed."""
         before = self.placeholder
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
@@ -150,7 +150,7 @@ class Tokens(NamedTuple):
         return self._replace(rows=rows, placeholder=placeholder.new_empty((*rows.shape[:-1], self.classes)))
 
 
-def share(value: Any, other: Tensor) -> bool:
+def share(value, other: Tensor) -> bool:
     """Returns whether `value` is a tensor in other's memory."""
     strided = isinstance(value, Tensor) and value.layout is torch.strided
     return strided and value.untyped_storage()._cdata == other.untyped_storage()._cdata
@@ -159,7 +159,7 @@ def share(value: Any, other: Tensor) -> bool:
 CALLERS = 5  # frames from asks_for_copy to whoever called clone
 
 
-def asks_for_copy(step: Any, logits: Any) -> bool:
+def asks_for_copy(step, logits) -> bool:
     """Returns whether the step requests a copy of logits.
 
     clone() and to(copy=True) request a copy where no gradient is wanted: of detached logits, and under torch.no_grad(). So does
@@ -177,7 +177,7 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
     return step.name in CASTS and logits.is_cut
 
 
-def read_apart(step: Any, operands: list[Any]) -> Any:
+def read_apart(step, operands: list):
     """Returns the step's result by values without a graph, for detached logits or a copy of logits.
 
     Returns NotImplemented for other logits, and for a result in the memory of the values, which other code may change,
@@ -235,7 +235,7 @@ class Formula(NamedTuple):
             return self._replace(factor=self.factor * number)
         return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
 
-    def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options: Any) -> Any:
+    def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options):
         """Returns ops.linear_cross_entropy of these logits of rows, and targets of the same tokens in any shape; None for a
         cap that it does not support."""
         cap, bias, added = self.cap, head.bias, self.added
@@ -268,13 +268,13 @@ STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
 NEVER = -(2**62)  # an ignore_index that never occurs: indices out of bounds raise, as in gather
 
 
-def arguments_of(step: Any) -> dict[str, Any]:
+def arguments_of(step) -> dict[str, Any]:
     """Returns the arguments of a function in `NAMES`, by name."""
     named = {"input" if name == "self" else name: value for name, value in step.kwargs.items()}
     return dict(zip(NAMES[step.name], step.args, strict=False)) | named
 
 
-def class_arguments(step: Any, logits: Tensor) -> dict[str, Any] | None:
+def class_arguments(step, logits: Tensor) -> dict[str, Any] | None:
     """Returns the arguments, by name, of a function over the classes; None for another call."""
     arguments = arguments_of(step)
     dim, n = arguments.get("dim"), logits.dim()
@@ -285,12 +285,12 @@ def class_arguments(step: Any, logits: Tensor) -> dict[str, Any] | None:
     return arguments if over_classes and known and arguments.get("input") is logits else None
 
 
-def lead_of(logits: Any) -> tuple[int, ...]:
+def lead_of(logits) -> tuple[int, ...]:
     """Returns the shape of a tensor with one number for each token."""
     return tuple(size for i, size in enumerate(logits.shape) if i != logits.class_dim)
 
 
-def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
+def formula_after(step, logits) -> tuple[Formula, torch.dtype] | None:
     """Returns (the formula of the step's result, its dtype, under autocast too) for a function of each element or over the
     classes; None for other functions."""
     name, args, formula, n = step.name, step.args, logits.formula, logits.dim()
@@ -339,11 +339,11 @@ def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
     return formula._replace(form=form), dtype_of(step.function, logits, **options)
 
 
-def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
+def dtype_of(function: Callable, logits: Tensor, **options) -> torch.dtype:
     return function(torch.zeros(1, dtype=logits.dtype, device=logits.device), **options).dtype
 
 
-def product(step: Any, first: Tensor, second: Tensor) -> Tensor | None:
+def product(step, first: Tensor, second: Tensor) -> Tensor | None:
     """Returns p log p or p z, of the same logits; None for another function of two."""
     ours, theirs = first.formula, second.formula
     form = MULTIPLIED.get(frozenset((ours.form, theirs.form)))
@@ -362,7 +362,7 @@ def product(step: Any, first: Tensor, second: Tensor) -> Tensor | None:
     return first.next(step, tokens, ours._replace(form=form, factor=ours.factor * theirs.factor))
 
 
-def statistic(step: Any, logits: Any) -> Tensor | None:
+def statistic(step, logits) -> Tensor | None:
     """Returns the function's result without logits; None for other functions, or unless over all classes of a token."""
     name, (form, factor) = step.name, logits.formula[-2:]
     if (
@@ -414,7 +414,7 @@ def is_loss(function: Callable) -> bool:
     return function is F.cross_entropy or function is F.nll_loss
 
 
-def loss(step: Any, logits: Any) -> Tensor | None:
+def loss(step, logits) -> Tensor | None:
     """Returns F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does
     not compute."""
     arguments = arguments_of(step)

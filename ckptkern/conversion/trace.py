@@ -62,13 +62,13 @@ class Watched(TorchFunctionMode):
         self.kinds, self.dtype = frozenset(device_types(module)), dtype
         self.apart: list[str] = []
 
-    def is_apart(self, result: object) -> bool:
+    def is_apart(self, result) -> bool:
         """Returns whether autocast is off, or has another dtype, on the result's device."""
         if not isinstance(result, Tensor) or (kind := result.device.type) not in self.kinds:
             return False
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
 
-    def note(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def note(self, function: Callable, args: tuple, kwargs: dict, result) -> None:
         """Notes the function if it runs outside of autocast, which would round its result."""
         if self.is_apart(result):
             # it may return something else, or take no other dtype
@@ -158,7 +158,7 @@ class Node:
     trained: bool = False
 
     @property
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list:
         """Returns the call's arguments, out of their containers."""
         return leaves_of((self.args, self.kwargs))
 
@@ -192,11 +192,11 @@ def is_leaf(module: nn.Module) -> bool:
     return not module._modules or type(module).forward in ATTENTION_FORWARDS
 
 
-def is_floating(value: Any) -> bool:
+def is_floating(value) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def leaves_of(values: Any) -> list[Any]:
+def leaves_of(values) -> list:
     """Returns the values in nested tuples, lists and dicts, in their order."""
     if type(values) in (tuple, list):
         return [leaf for value in values for leaf in leaves_of(value)]
@@ -205,11 +205,11 @@ def leaves_of(values: Any) -> list[Any]:
     return [values]
 
 
-def tensors_in(values: Any) -> list[Tensor]:
+def tensors_in(values) -> list[Tensor]:
     return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
 
 
-def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
+def recomputed(values, leaves: Iterator):
     """Returns the same nesting with other leaves."""
     if type(values) in (tuple, list):
         return type(values)([recomputed(value, leaves) for value in values])
@@ -218,7 +218,7 @@ def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-def mapped(function: Callable[[Tensor], Any], values: Any) -> Any:
+def mapped(function: Callable[[Tensor], Any], values):
     """Returns the same nesting with function(tensor) in place of each tensor."""
     return recomputed(values, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(values)))
 
@@ -245,7 +245,7 @@ class Trace(Watched):
     """Records one call of a module: its result, the node of every tensor, the log of calls, each call's arguments that are
     not tensors, and the functions with a gradient that the module keeps out of autocast."""
 
-    def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
+    def __init__(self, module: nn.Module, flat: list, autocast: torch.dtype):
         super().__init__(module, autocast)
         self.module, self.result = module, None
         self.paths = {id(m): path for path, m in module.named_modules()}
@@ -255,7 +255,7 @@ class Trace(Watched):
         self.inside: list[nn.Module] = []  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
-        self.calls: list[list[Any]] = []  # for each call, the leaves of its arguments that are not tensors
+        self.calls: list[list] = []  # for each call, the leaves of its arguments that are not tensors
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
             self.nodes[id(tensor)] = Node("parameter", path, tensor.shape, trained=isinstance(tensor, nn.Parameter))
@@ -275,7 +275,7 @@ class Trace(Watched):
         self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
         return len(self.calls) - 1, mapped(self.node, call)
 
-    def record(self, kind: str, source: str, call: Call, results: object, function: Callable | None = None) -> None:
+    def record(self, kind: str, source: str, call: Call, results, function: Callable | None = None) -> None:
         at, call = self.counted(call)
         leaves = leaves_of(call)
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
@@ -322,7 +322,7 @@ class Trace(Watched):
                 self.nodes[id(other)] = now
         return pairs
 
-    def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, result) -> None:
         """Notes what a module returned: a leaf's result becomes a node, unless the leaf is an identity; other modules' nodes
         exist."""
         of_leaf = module in self.leaves
@@ -342,7 +342,7 @@ class Trace(Watched):
                 self.node(output).calls.append(outer)
 
 
-def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
+def trace(module: nn.Module, call: Call, flat: list | None = None, autocast: torch.dtype = torch.float32) -> Trace:
     """Traces module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
     autocast: its dtype meanwhile, for a float32 module.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ class TracedLogits:
         self.x, self.head, self.version, self.steps = x, head, version, steps
         self.formula, self.dtype = formula or Formula(), dtype or x.dtype
 
-    def of(self, x: Tensor, *steps: tuple, formula: Formula | None = None, dtype: torch.dtype | None = None) -> Any:
+    def of(self, x: Tensor, *steps: tuple, formula: Formula | None = None, dtype: torch.dtype | None = None):
         steps = (*self.steps, *steps)
         return TracedLogits(x, self.head, self.version, steps, formula or self.formula, dtype or self.dtype)
 
@@ -57,13 +56,13 @@ class TracedLogits:
     def class_dim(self) -> int:
         return self.dim() - 1
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None):
         return self.shape if dim is None else self.shape[dim]
 
-    def cross_entropy(self, target: Tensor, **options: Any) -> Any:
+    def cross_entropy(self, target: Tensor, **options):
         return self.formula.cross_entropy(self.head, self.x, target, **options)
 
-    def without_values(self, step: Step) -> Any:
+    def without_values(self, step: Step):
         """Returns the step's result without values; None if it needs them."""
         x, name, args, kwargs = self.x, step.name, step.args[1:], step.kwargs
         if is_loss(step.function):
@@ -136,7 +135,7 @@ class TracedLogits:
         }
         return function(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
         if name in ("device", "dim", "ndim"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ def _of_aten(
     act: Callable[[Tensor], Tensor],
     act_: Callable[[Tensor], Tensor],
     backward: torch._ops.OpOverloadPacket,
-    *torchs: object,
-    **options: Any,
+    *torchs,
+    **options,
 ) -> Activation:
     """Returns an Activation with a backward op of ATen, which takes these options."""
     grad_input = backward.grad_input._op  # without OpOverload's Python frame, which costs 2 us of a tiny step

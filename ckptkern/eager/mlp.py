@@ -1,7 +1,5 @@
 """MLP and gated MLP: the reference implementations of triton_kernels/mlp.py, step by step."""
 
-from __future__ import annotations
-
 from ..results import GatedForward, GatedGradient
 from .elementwise import ACTIVATIONS, NO_DROPOUT, act, column_sum
 from .linear import Eager, LinearSteps

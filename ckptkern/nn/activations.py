@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ def named(activation: Callable[[Tensor], Tensor]) -> str | None:
     return None
 
 
-def _same(ours: Tensor, theirs: Any) -> bool:
+def _same(ours: Tensor, theirs) -> bool:
     return (
         isinstance(theirs, Tensor) and ours.shape == theirs.shape and torch.allclose(ours, theirs.to(ours), 1e-7, 1e-7)
     )

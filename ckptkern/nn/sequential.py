@@ -63,7 +63,7 @@ class Sequential(_Layers, nn.Sequential):
         return sequential.run(self, self._parts[key], input, **self.options)
 
 
-def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *args: Any) -> Tensor:
+def _through(layers: tuple[Callable, ...], kwargs: dict, x: Tensor, *args) -> Tensor:
     """Runs x through the layers, each in its own recompute mode, also inside a segment."""
     with nullcontext() if torch.compiler.is_compiling() else own_modes():  # compiled, ops keep to their modes anyway
         for layer in layers:

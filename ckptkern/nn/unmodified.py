@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -103,7 +102,7 @@ def unmodified(kinds: type | tuple[type, ...], *modules: nn.Module) -> bool:
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)
 
 
-def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def composed(method: Callable, *args, **kwargs):
     """Runs method(*args, **kwargs), which calls a module's submodules, as an activation checkpoint.
 
     Without a checkpoint it runs at recompute="none", without gradients, inside another region, and on parameters that a

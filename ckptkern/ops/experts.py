@@ -92,7 +92,7 @@ class ExpertsBranch:
     a time.
     """
 
-    def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype, holds: bool | None = None):
+    def __init__(self, parameters: Sequence[Tensor | None], o, dtype: torch.dtype, holds: bool | None = None):
         if holds is None:
             o, holds = beside_frozen(parameters, o, dtype)
         o = o if holds else o._replace(backend="eager")

@@ -4,7 +4,7 @@ region; and the sublayer, which `transformer_layer` runs too."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,13 +120,13 @@ class MoEOptions(NamedTuple):
 # w = s[index] [/ sum of these] * routed_scaling_factor     [..., k]
 
 
-def scores_of(logits: Tensor, o: Any) -> Tensor:
+def scores_of(logits: Tensor, o) -> Tensor:
     """Returns s, at least in float32."""
     logits = logits.to(eager.wide_of(logits.dtype))
     return torch.softmax(logits, -1) if o.scoring == "softmax" else torch.sigmoid(logits)
 
 
-def chosen(scores: Tensor, score_bias: Tensor | None, o: Any) -> Tensor:
+def chosen(scores: Tensor, score_bias: Tensor | None, o) -> Tensor:
     """Returns index, int64. Groups of E / num_groups experts are ranked by the sum of their two best scores ("top2":
     DeepSeek-V3, arXiv 2412.19437) or by their best ("max": DeepSeek-V2, arXiv 2405.04434), with the bias."""
     with torch.no_grad():
@@ -140,14 +140,14 @@ def chosen(scores: Tensor, score_bias: Tensor | None, o: Any) -> Tensor:
         return ranked.topk(o.top_k, -1).indices
 
 
-def weights_of(scores: Tensor, index: Tensor, o: Any) -> Tensor:
+def weights_of(scores: Tensor, index: Tensor, o) -> Tensor:
     """Returns w in the scores' dtype."""
     w = scores.gather(-1, index)
     w = w / (w.sum(-1, keepdim=True) + SMALLEST_SUM) if o.normalize else w
     return w if o.routed_scaling_factor == 1.0 else w * o.routed_scaling_factor
 
 
-def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o: Any) -> Tensor:
+def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o) -> Tensor:
     """Returns the gradient of the logits [T, E] from that of w [T, k], in the scores' dtype."""
     s, ds = scores.gather(-1, index), dw.to(scores.dtype) * o.routed_scaling_factor
     if o.normalize:

@@ -95,7 +95,7 @@ class Shard:
 
     # -- sublayers
 
-    def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments: Any) -> Tensor:
+    def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments) -> Tensor:
         """Computes attention_block with this rank's heads of packed weights, masks, slopes, sinks and gates. alone: whether no
         other sublayer reads x."""
         H = arguments["num_heads"]
@@ -131,7 +131,7 @@ class Shard:
         heads = dict(first_plane=self.rank * o.num_heads, planes=self.size * o.num_heads)
         return self.sublayer(attention_across, x, t, o, "bo", alone, **heads)
 
-    def mlp_block(self, x: Tensor, training: bool, **arguments: Any) -> Tensor:
+    def mlp_block(self, x: Tensor, training: bool, **arguments) -> Tensor:
         """Computes mlp_block with this rank's hidden units, of gate and up weights that hold all."""
         hidden = arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
@@ -144,7 +144,7 @@ class Shard:
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
 
-    def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
+    def drawn(self, t, o, x: Tensor, training: bool):
         t = drawn(t, o, x, training)
         states = [state for state in (t.rng, t.resid_rng, t.path_rng) if state is not None]
         if states and not self.checked and not torch.compiler.is_compiling():
@@ -166,7 +166,7 @@ class Shard:
         elif not alike:
             raise RuntimeError(message)
 
-    def sublayer(self, across, x: Tensor, t: Any, o: Any, bias: str, alone: bool, **place: int) -> Tensor:
+    def sublayer(self, across, x: Tensor, t, o, bias: str, alone: bool, **place: int) -> Tensor:
         """Returns around(x, R f(G x)). One node of the graph computes x + R f(G x) and adds x's own gradients; if another
         sublayer reads x, autograd adds them in its own order."""
         inner = dict(NOTHING_AROUND, **{bias: None})

@@ -62,7 +62,7 @@ def named(module: nn.Module, arguments: Template) -> Template:
     return mapped(name, arguments)
 
 
-def blocks_of(style: str, module: nn.Module) -> list[Any]:
+def blocks_of(style: str, module: nn.Module) -> list:
     """Returns the ops that replace a module, one for each kind of call, also if parallel styles wrap its forward. Raises
     TypeError if there are none."""
     forward = module.__dict__.get("forward")

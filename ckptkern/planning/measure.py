@@ -93,7 +93,7 @@ class Alone(nn.Module):
         super().__init__()
         self.region = region
 
-    def forward(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def forward(self, args: tuple, kwargs: dict) -> Tensor:
         args, kwargs = mapped(as_result, (args, kwargs))
         output = self.region(*args, **kwargs)
         results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]

@@ -171,7 +171,7 @@ def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], 
             revert(model)
 
 
-def found_segments(example: Example, include: Any = None, exclude: Any = None) -> list[Segment]:
+def found_segments(example: Example, include=None, exclude=None) -> list[Segment]:
     """Returns the model's regions and the blocks that may become activation checkpoints. Converts a model without regions.
 
     Converts on the first few sequences and tokens if the model takes them: they take less time, and what is checked does not
@@ -368,7 +368,7 @@ def frontier(
     return Frontier(size, limit_bytes, tried, chosen)
 
 
-def arguments_of(inputs: Any) -> tuple[tuple, dict[str, Any]]:
+def arguments_of(inputs) -> tuple[tuple, dict[str, Any]]:
     """Returns (positional arguments, keyword arguments)."""
     if isinstance(inputs, dict):
         return (), inputs

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -255,11 +255,11 @@ def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Choice) -> int:
 # -- several ranks
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gathered(value, group: dist.ProcessGroup | None) -> list:
     """Returns the values of all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 

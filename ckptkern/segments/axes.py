@@ -7,7 +7,7 @@ that it needs whole; None if entries of the result depend on other entries of an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
     sizes: tuple[tuple[int, int | None, int], ...] = ()
 
 
-def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple[Any, ...]:
+def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple:
     """Returns an operator's arguments for a slice of `count` entries. sizes: those of its Cut."""
     if not sizes:
         return node.args
@@ -102,7 +102,7 @@ def _aligned(node: fx.Node, of: fx.Node, axis: Axis) -> tuple[fx.Node, Axis | No
     return of, axis.at(dim) if dim >= 0 and shape[dim] == result[axis.dim] else None
 
 
-def argument(node: fx.Node, *names: str) -> Any:
+def argument(node: fx.Node, *names: str):
     """Returns an operator's argument of one of these names, or its default; None if there is none."""
     for i, parameter in enumerate(node.target._schema.arguments):
         if parameter.name in names:

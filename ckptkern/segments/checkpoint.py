@@ -73,7 +73,7 @@ def checkpoint(
     return _checkpoint(function, args, kwargs, **options)
 
 
-def refuse_value(name: str, call: str, value: object) -> NoReturn:
+def refuse_value(name: str, call: str, value) -> NoReturn:
     """Raises TypeError for a value in place of a function. call: the intended call."""
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise TypeError(
@@ -96,7 +96,7 @@ def _decorated(options: dict[str, Any], function: Callable) -> Callable:
 def _checkpoint(
     function: Callable,
     args: tuple,
-    kwargs: dict[str, Any],
+    kwargs: dict,
     *,
     use_reentrant,
     preserve_rng_state,

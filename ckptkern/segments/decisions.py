@@ -214,14 +214,14 @@ def _hooks_around() -> Hooks | None:
 class _Hidden:
     """Wraps a context that is entered under a region's own hooks, so that torch finds the hooks around the region instead."""
 
-    def __init__(self, context: Any):
+    def __init__(self, context):
         self.context = nullcontext() if context is None else context
         self.entered: list[Callable] = []
 
     def __enter__(self) -> None:
         pack, unpack = _top_hooks(True)
 
-        def internal(x: Tensor) -> Any:
+        def internal(x: Tensor):
             return pack(x)
 
         internal._checkpoint_internal, internal._user_hooks = True, _hooks_around()
@@ -233,7 +233,7 @@ class _Hidden:
             self.leave()
             raise
 
-    def __exit__(self, *error: Any) -> bool | None:
+    def __exit__(self, *error) -> bool | None:
         try:
             return self.context.__exit__(*error)
         finally:
@@ -247,19 +247,19 @@ class _Hidden:
 class _Packed:
     """Replaces torch's holder of a tensor; hooks have packed the tensor."""
 
-    def __init__(self, holder: Any, hooks: Hooks, mutable: bool):
+    def __init__(self, holder, hooks: Hooks, mutable: bool):
         self.holder, self.unpack = type(holder)(hooks[0](holder.get_val(mutable))), hooks[1]
 
-    def get_val(self, mutable: bool) -> Any:
+    def get_val(self, mutable: bool):
         return self.unpack(self.holder.get_val(mutable))
 
 
 @contextmanager
-def _packed(forward: Any, recompute: Any, hooks: Hooks) -> Iterator[None]:
+def _packed(forward, recompute, hooks: Hooks) -> Iterator[None]:
     """Wraps the forward context of a torch before 2.14: at its end its tensors are passed to the hooks."""
     mutable = recompute.allow_cache_entry_mutation
 
-    def pack(x: Any) -> Any:
+    def pack(x):
         return _Packed(x, hooks, mutable) if isinstance(x, _Holder) and isinstance(x.val, Tensor) else x
 
     with forward:

@@ -66,7 +66,7 @@ Modules = dict[str, nn.Module]
 
 def run(
     node: fx.Node, value: Callable[[fx.Node], Any], sizes: Iterable[tuple[int, int | None, int]] = (), count: int = 0
-) -> Any:
+):
     """Runs an operator on a slice of `count` entries. sizes: those of its `axes.Cut`."""
     args, kwargs = fx.map_arg((resized(node, sizes, count), node.kwargs), value)
     target = RUNS.get(node.target, node.target)
@@ -93,7 +93,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
         whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return whole if all(like.stride()) else torch.empty_like(whole)  # not an expanded tensor
 
-    def compute(count: int, *parts: Any) -> list[Any]:
+    def compute(count: int, *parts) -> list:
         """Returns the results for `count` entries. parts: the inputs."""
         inputs = {
             (node, axis): part if axis is None else axis.flat(part)
@@ -107,7 +107,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
                 run_stage(part, computed, modules)
             return [computed[node] for node in ends]
 
-        def value(source: fx.Node) -> Any:
+        def value(source: fx.Node):
             return computed[source] if source in computed else inputs[source, axes[source]]
 
         for node, cut in stage.nodes.items():
@@ -166,7 +166,7 @@ class Plan:
         return " | ".join(map(str, self.stages))
 
 
-def _sizes(workspace: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, list[int]]:
+def _sizes(workspace: int, args: tuple, kwargs: dict) -> tuple[tuple, list[int]]:
     """Returns a key of calls whose sizes are comparable, and the sizes of all tensors that are not nested."""
     shapes = [value.shape if isinstance(value, Tensor) else None for value in (*args, *kwargs.values())]
     kind = workspace, *(None if shape is None else len(shape) for shape in shapes)
@@ -199,14 +199,12 @@ class Parts:
     def __reduce__(self) -> tuple:  # a copy plans anew
         return Parts, (self.is_whole,)
 
-    def fits(self, workspace: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def fits(self, workspace: int, args: tuple, kwargs: dict) -> bool:
         """Returns whether an earlier call at least as large fitted the workspace whole."""
         kind, sizes = _sizes(workspace, args, kwargs)
         return not self.slices and any(all(map(operator.le, sizes, large)) for large in self.whole.get(kind, ()))
 
-    def __call__(
-        self, module: nn.Module, workspace: int, args: tuple, kwargs: dict[str, Any], later: bool = False
-    ) -> Any:
+    def __call__(self, module: nn.Module, workspace: int, args: tuple, kwargs: dict, later: bool = False):
         """Returns the forward's result. later: attention's probabilities in it are computed when they are read."""
         flat, spec = tree_flatten((args, kwargs))
         if any(isinstance(value, MutableMapping) for value in flat):
@@ -251,7 +249,7 @@ class Parts:
             mapping.update(held)
         return result
 
-    def plan_of(self, module: nn.Module, flat: list[Any], spec: Any, workspace: int, later: bool) -> Plan | None:
+    def plan_of(self, module: nn.Module, flat: list, spec, workspace: int, later: bool) -> Plan | None:
         tensors = [value for value in flat if isinstance(value, Tensor)]
         if not all(type(value) in PLAIN or isinstance(value, PLAIN_VALUES) for value in flat) or not tensors:
             self.why = "an argument is neither a tensor nor a constant"
@@ -295,7 +293,7 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
             continue
         graph, placeholders, copies = fx.Graph(), {}, {}
 
-        def part(node: fx.Node, axis: Axis | None, stage: Stage = stage) -> Any:
+        def part(node: fx.Node, axis: Axis | None, stage: Stage = stage):
             """Returns fake tensors like a slice of the node's result."""
             value = node.meta["val"]
             if axis is None:
@@ -324,14 +322,14 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
                 stage.inside = [*placeholders.values()], inner, ends
 
 
-def is_probabilities(node: Any) -> bool:
+def is_probabilities(node) -> bool:
     """Returns whether a result is a softmax behind views and casts, as attention's probabilities are."""
     while isinstance(node, fx.Node) and name_of(node) in (*VIEWS, "_to_copy", "clone"):
         node = node.args[0]
     return isinstance(node, fx.Node) and name_of(node) == "_softmax"
 
 
-def planned(module: nn.Module, flat: list[Any], spec: Any, workspace: int, slices: int, later: bool) -> Plan:
+def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, later: bool) -> Plan:
     """Records and cuts a call with these flat values. Raises Uncut, or any error of the forward on fake tensors."""
     inputs, (values, _) = taken(flat)
     plan = Plan([], [], {}, None)

@@ -9,7 +9,6 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -28,14 +27,14 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple[Any, ...]]:
+def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple]:
     """Returns the module that a call certainly runs, or None, and other objects that the call can reach.
 
     The module is the function itself, the object that it is bound to, or the `self` of a decorated method. The others are
     arguments of a partial object, attributes of another object that is called or bound, defaults, cells of the closure, and
     globals that the function's code names.
     """
-    others: tuple[Any, ...] = ()
+    others = ()
     while isinstance(function, functools.partial):
         others += (*function.args, *function.keywords.values())
         function = function.func
@@ -78,7 +77,7 @@ def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]
 # -- parametrize.cached()
 
 
-def missing_weights(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[nn.Module, str]]:
+def missing_weights(function: Callable, args: tuple, kwargs: dict) -> Iterator[tuple[nn.Module, str]]:
     """Yields (module, name) of weights that a call may compute for parametrize.cached()."""
     for module in modules_of(function, args, kwargs):
         for name in module._modules.get("parametrizations") or ():
@@ -86,7 +85,7 @@ def missing_weights(function: Callable, args: tuple, kwargs: dict[str, Any]) -> 
                 yield module, name
 
 
-def makes_cached(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+def makes_cached(function: Callable, args: tuple, kwargs: dict) -> bool:
     """Returns whether a call inside parametrize.cached() is the first to compute a weight. Later calls read this weight, and a
     second computation may give another."""
     return parametrize._cache_enabled > 0 and any(True for _ in missing_weights(function, args, kwargs))

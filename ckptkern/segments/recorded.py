@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +48,7 @@ def is_traced() -> bool:
     return _THREAD.calls is not None
 
 
-def traced_call(
-    module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict[str, Any], along: str = "nothing"
-) -> Any:
+def traced_call(module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict, along: str = "nothing"):
     """Records a call as one operator. module: the called module, or None for a function. forward: runs on fake tensors. along:
     the axis along which the call may be cut: "tokens", "heads" (of all its arguments) or "nothing"."""
     tensors, form = taken((args, kwargs))
@@ -64,7 +61,7 @@ def traced_call(
     return filled(call.result, results)
 
 
-def taken(value: Any) -> tuple[list[Tensor], Form]:
+def taken(value) -> tuple[list[Tensor], Form]:
     """Returns the tensors in a value, and its form without them."""
     flat, spec = tree_flatten(value)
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
@@ -72,7 +69,7 @@ def taken(value: Any) -> tuple[list[Tensor], Form]:
     return tensors, ([Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
 
-def filled(form: Form, tensors: Sequence[Any]) -> Any:
+def filled(form: Form, tensors: Sequence):
     """Returns the value of this form with these tensors; undoes `taken`."""
     values, spec = form
     return tree_unflatten([tensors[leaf] if type(leaf) is Place else leaf for leaf in values], spec)
@@ -107,7 +104,7 @@ def drawn_elsewhere() -> tuple:
 def undrawn() -> Iterator[None]:
     """Restores Python's and NumPy's global generators afterwards, and raises Uncut if the block drew from them, whose numbers
     would be constants of a plan."""
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy = sys.modules.get("numpy.random")
     state, of_numpy = random.getstate(), numpy and numpy.get_state()
     random.random()  # a forward that sets the seed itself would else end where its last call did
     if numpy:
@@ -127,12 +124,12 @@ def undrawn() -> Iterator[None]:
 CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that matches gives the methods
 
 
-def refilled(container: Any, contents: Any) -> bool:
+def refilled(container, contents) -> bool:
     """Puts the contents back into a container that holds other objects; returns whether it did."""
     now, then = ([*items, *(items.values() if isinstance(items, dict) else ())] for items in (container, contents))
     if len(now) == len(then) and all(map(operator.is_, now, then)):
         return False
-    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if kind in (list, collections.deque) else kind.update)(container, contents)
     return True
@@ -169,7 +166,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         raise Changed("its forward changes what a module stores")
 
 
-def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
     """Runs torch's grouped_mm; on fake tensors, for which torch supports only 16-bit dtypes, returns an empty result."""
     if not isinstance(x, FakeTensor):
         return function(x, weight, *args, **kwargs)

@@ -350,7 +350,7 @@ class _Checksums:
     def hook(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Returns a hook that packs, and adds each tensor."""
 
-        def add_and_pack(x: Tensor) -> Any:
+        def add_and_pack(x: Tensor):
             op = torch._C._autograd._get_sequence_nr()
             if op != self.op:
                 self.all()
@@ -388,7 +388,7 @@ class Span(Segment):
     Backward recomputes all calls at once, in order, each from its own state.
     """
 
-    def __init__(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict):
         """Opens a span for a module. function: runs the module's call, in forward and in recompute."""
         contexts = saved_decisions()
         super().__init__(module, args, kwargs, True, contexts, "default", True, None)
@@ -396,16 +396,16 @@ class Span(Segment):
         self.later: list[_Next] = []
         self.returned: list[tuple[weakref.ref, int]] = []  # tensors that the last call returned, and their versions
 
-    def first(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def first(self, args: tuple, kwargs: dict):
         """Runs the first call and returns its result."""
         return self.noted(self.record(self.context, self.first_call, args, kwargs))
 
-    def noted(self, result: Any) -> Any:
+    def noted(self, result):
         leaves = tree_leaves(result)
         self.returned = [(weakref.ref(t), t._version) if isinstance(t, Tensor) else None for t in leaves]
         return result
 
-    def takes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    def takes(self, args: tuple, kwargs: dict) -> list[tuple[int, int]]:
         """Returns the `places` of a next call; [] if it takes no result of the last call, or a result was changed since."""
         if self.changed() is not None:  # a parameter was changed since the last call: backward is to raise
             return []
@@ -416,9 +416,7 @@ class Span(Segment):
         at = [(j, *places[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in places]
         return [(j, i) for j, i, _ in at] if all(same for *_, same in at) else []
 
-    def next(
-        self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], places: list[tuple[int, int]]
-    ) -> Any:
+    def next(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict, places: list[tuple[int, int]]):
         """Runs another call, with the places that `takes` returned, and returns its result."""
         leaves, spec = tree_flatten((args, kwargs))
         for j, _ in places:
@@ -432,7 +430,7 @@ class Span(Segment):
     def roots(self) -> list[nn.Module]:
         return [root for state in (self.state, *(call.state for call in self.later)) for root in state.roots()]
 
-    def call(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def call(self, args: tuple, kwargs: dict) -> None:
         result = self.first_call(*args, **kwargs)
         for function, state, places, spec in self.later:
             returned = tree_leaves(result)

@@ -94,14 +94,14 @@ class _Joined(torch.autograd.Function):
 
 
 def in_slices(
-    function_for: Callable[[int], Callable[..., Any]],
+    function_for: Callable[[int], Callable],
     inputs: Sequence[tuple[Tensor, Axis | None]],
     axes: Sequence[Axis],
     n: int,
     length: int,
     results_of: Callable[[Any, int], Sequence[Tensor]],
     new: Callable[[int, Tensor], Tensor],
-    **options: Any,
+    **options,
 ) -> Sequence[Tensor]:
     """Returns the results of a function that runs on `length` of n independent entries at a time.
 

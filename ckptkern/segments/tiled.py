@@ -6,7 +6,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +121,7 @@ def _no_cast_cache() -> Iterator[None]:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def _returned(fn: Callable, dim: int, result: Any, length: int) -> tuple[Tensor]:
+def _returned(fn: Callable, dim: int, result, length: int) -> tuple[Tensor]:
     """Returns fn's result as a tuple. Raises TypeError or ShapeError if it is not a tensor of `length` tokens."""
     if not isinstance(result, Tensor):
         raise TypeError(f"tiled: {_name(fn)} must return a tensor, but returned a {type(result).__name__}")
@@ -143,7 +142,7 @@ def run_in_chunks(
     workspace: int,
     is_inside: bool = False,
     check: bool = False,
-    **options: Any,
+    **options,
 ) -> Tensor:
     """Implements `tiled`. forward: fn, or the module's own forward inside a call of fn. dim: not negative. is_inside: one chunk
     that fits the workspace is no checkpoint. options: those of `checkpoint`."""
@@ -286,13 +285,13 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
     places = torch.arange(tokens, device=x.device)
     poisoned, bad = places < 0, list[str]()
 
-    def spread(value: Any) -> Tensor | None:
+    def spread(value) -> Tensor | None:
         """Returns a mask of the other tokens that became NaN; None if the value has no tokens."""
         if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != tokens:
             return None
         return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
 
-    def watch(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+    def watch(name: str, module: nn.Module, args: tuple, output) -> None:
         before, after = (spread(value) for value in (args[0] if args else None, output))
         if after is not None and after.any() and before is not None and not before.any():
             bad.append(f" (in {name}: {type(module).__name__})")

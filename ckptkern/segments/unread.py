@@ -7,7 +7,6 @@ import functools
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ ANSWERED = frozenset(
 )
 
 
-def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any]) -> Callable[[], list[Any]]:
+def when_read(forward: Callable[[], object], module: nn.Module, flat: list) -> Callable[[], list]:
     """Returns a function that runs an original forward once, in the modes of its call, and returns the leaves of its
     results."""
     reads = [value for value in (*module.parameters(), *flat) if isinstance(value, Tensor) and not value.is_inference()]
@@ -31,7 +30,7 @@ def when_read(forward: Callable[[], object], module: nn.Module, flat: list[Any])
     trains, dtype = torch.is_grad_enabled(), autocast_dtype(x)
 
     @functools.cache
-    def leaves() -> list[Any]:
+    def leaves() -> list:
         moved = any(map(operator.is_not, module.parameters(), parameters))
         if moved or [tensor._version for tensor in reads] != versions:
             raise RuntimeError(
@@ -49,11 +48,11 @@ class Unread(Tensor):
     """Stands for attention's probabilities until they are read: any function that takes them gets values, through which
     gradients flow. Their dropout samples anew."""
 
-    original: Callable[[], list[Any]]  # `when_read`
+    original: Callable[[], list]  # `when_read`
     at: int
 
     @staticmethod
-    def __new__(cls, original: Callable[[], list[Any]], at: int, like: Tensor) -> Unread:
+    def __new__(cls, original: Callable[[], list], at: int, like: Tensor) -> Unread:
         placeholder = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
         placeholder.original, placeholder.at = original, at
         return placeholder
@@ -71,6 +70,6 @@ class Unread(Tensor):
         return function(*args, **kwargs)
 
 
-def read(values: Any) -> Any:
+def read(values):
     """Returns the values with those of placeholders in them."""
     return tree_map_only(Unread, lambda tensor: tensor.__dict__["original"]()[tensor.__dict__["at"]], values)

@@ -7,12 +7,11 @@ import dataclasses
 from collections import UserDict, UserList, deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, SimpleNamespace)
 
 
-def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
+def take_apart(value) -> tuple[tuple, Callable] | None:
     """Returns the contents of a container, and a function that makes a container like it from such a tuple. Returns None if
     the value is not a container or its class does not allow it."""
     if isinstance(value, (tuple, set, frozenset)):
@@ -30,7 +29,7 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
     else:
         return None
 
-    def filled(like: Any, held: tuple[Any, ...]) -> Any:
+    def filled(like, held: tuple):
         copied = copy.copy(like)
         for name, item in zip(names, held, strict=True):
             put(copied, name, item)

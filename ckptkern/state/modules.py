@@ -36,14 +36,14 @@ def unseen(function: Callable) -> Callable:
     """Wraps a function so that neither tensor subclasses nor torch function modes see it."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs):
         with _C.DisableTorchFunction():
             return function(*args, **kwargs)
 
     return run
 
 
-def is_of(value: Any, kind: type) -> bool:
+def is_of(value, kind: type) -> bool:
     """Returns whether the value's own type is of this class; isinstance would also accept a proxy."""
     return issubclass(type(value), kind)
 
@@ -72,7 +72,7 @@ def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
         return copy
 
 
-def item(space: Any, name: Any) -> Any:
+def item(space, name):
     """Returns the item of a dict, of another mapping (a ScriptModule's) or of a cell, or ABSENT."""
     try:
         return space.cell_contents if type(space) is CellType else space[name]
@@ -80,7 +80,7 @@ def item(space: Any, name: Any) -> Any:
         return ABSENT
 
 
-def put(space: Any, name: Any, value: Any) -> None:
+def put(space, name, value) -> None:
     if type(space) is CellType:
         space.cell_contents = value
     elif value is ABSENT:
@@ -89,7 +89,7 @@ def put(space: Any, name: Any, value: Any) -> None:
         space[name] = value
 
 
-def exchangeable(space: Space, now: Any, then: Any) -> bool:
+def exchangeable(space: Space, now, then) -> bool:
     """Returns whether the present value may be exchanged for the recorded one."""
     if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
@@ -102,16 +102,16 @@ def exchangeable(space: Space, now: Any, then: Any) -> bool:
     return was != given
 
 
-def are_scalars(values: Any) -> bool:
+def are_scalars(values) -> bool:
     return len(values) <= FEW and all(type(value) in SCALARS for value in values)
 
 
-def is_container(value: Any) -> bool:
+def is_container(value) -> bool:
     """Returns whether the value is a list or dict of few scalars, such as adapters' scales, or one that forward fills."""
     return are_scalars(value.values() if type(value) is dict else value) if type(value) in (list, dict) else False
 
 
-def is_saved(value: Any) -> bool:
+def is_saved(value) -> bool:
     """Returns whether an attribute with this value is restored."""
     if type(value) in SCALARS or is_of(value, Tensor):
         return True
@@ -151,7 +151,7 @@ class Entry:
     requires_grad: bool = False
     updated: bool = False
 
-    def is_there(self, now: Any) -> bool:
+    def is_there(self, now) -> bool:
         if self.items:
             same_names = is_of(now, dict) and list(now) == list(self.value)
             return same_names and all(map(operator.is_, now.values(), self.value.values()))
@@ -163,7 +163,7 @@ class Entry:
         stays = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
         return self.updated and self.before is None and not stays
 
-    def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]) -> Any:
+    def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]):
         """Returns the value that the recompute reads."""
         space, x = self.space, self.tensor
         if self.items and not is_there:
@@ -192,12 +192,12 @@ class ModuleState:
         self.seen: set[int] = set()
         self.copies: dict[int, Any] = {}
 
-    def is_new(self, value: Any) -> bool:
+    def is_new(self, value) -> bool:
         is_new = id(value) not in self.seen
         self.seen.add(id(value))
         return is_new
 
-    def add_entry(self, space: Space, name: Any, value: Any) -> None:
+    def add_entry(self, space: Space, name, value) -> None:
         entry = Entry(space, name, value)
         self.entries.append(entry)
         if not is_of(value, Tensor):
@@ -250,7 +250,7 @@ class ModuleState:
             if is_of(value, dict):
                 self.entries.append(Entry(space, name, value.copy() if value else OrderedDict(), items=True))
 
-    def reach(self, value: Any, depth: int = 0) -> None:
+    def reach(self, value, depth: int = 0) -> None:
         """Records what a function reads besides its saved arguments."""
         if is_of(value, Tensor):
             if self.is_new(value):
@@ -379,6 +379,6 @@ class ModuleState:
                 put(space.object, entry.name, value)
 
 
-def fill(container: Any, contents: Any) -> None:
+def fill(container, contents) -> None:
     container.clear()
     (container.update if type(container) is dict else container.extend)(contents)

@@ -48,7 +48,7 @@ def float32(backend: str, op: str) -> Setting:
         value = _get(backend, op)
         return "ieee" if value == "none" else value  # "not set" runs as IEEE, also if it is written under any parent
 
-    def raw() -> Any:
+    def raw():
         """Returns what (backend, op) itself holds. Moves its parents for a moment to see whether it inherits."""
         generic, parent, own = _get("generic", "all"), raw_parent(backend), _get(backend, op)
         if follows(backend, op, backend):
@@ -97,7 +97,7 @@ LOCK = threading.Lock()
 _debts: list[dict[int, Any]] = []
 
 
-def impose(wanted: list[Any], debt: dict[int, Any]) -> None:
+def impose(wanted: list, debt: dict[int, Any]) -> None:
     """Sets `wanted`, and notes in `debt` what it overwrites, also when a write raises."""
     # An implicit setting could not be written back, so its parent is overwritten instead. All implicit settings agree on the
     # parent, now as in the snapshot, because no setting can become implicit.
@@ -167,7 +167,7 @@ class Precision:
         _thread.frames.append((self, None if now == self.autocast else now, debt))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_) -> None:
         frames = _thread.frames
         if not frames or frames[-1][0] is not self:
             raise RuntimeError("Precision: guards must be left by the thread that entered them, last entered first")

@@ -25,7 +25,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.outer: list[tuple] = []
-        self.drawings: list[list[Any]] = []
+        self.drawings: list[list] = []
 
 
 _thread = _Thread()
@@ -111,9 +111,7 @@ class SegmentState(ModuleState):
     forward must run between record() and stop().
     """
 
-    def __init__(
-        self, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool, values: bool, own: Any, reachable: tuple
-    ):
+    def __init__(self, args: tuple, kwargs: dict, preserve_rng_state: bool, values: bool, own, reachable: tuple):
         super().__init__(values)
         self.precision, self.modes = Precision(), function_modes()
         self.tensors: list[Tensor] = []  # each once: the recompute of mha(x, x, x) gets one x
@@ -147,7 +145,7 @@ class SegmentState(ModuleState):
     def stop(self) -> None:
         _thread.drawings.pop()
 
-    def take(self, value: Any, depth: int) -> Any:
+    def take(self, value, depth: int):
         """Returns an argument tree with a number in place of every tensor: (what makes a container, its children) or (None,
         the object). depth: 0 for the tuple of arguments and the dict of keywords, 1 for an argument."""
         if depth > DEEPEST:
@@ -218,7 +216,7 @@ class SegmentState(ModuleState):
         self.precision.__exit__()
 
 
-def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
+def given_again(taken, tensors: dict[int, Tensor]):
     """Puts together what `take` took apart."""
     if type(taken) is int:
         return tensors[taken]

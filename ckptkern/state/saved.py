@@ -22,7 +22,7 @@ class SavedTensors:
     compared. watched: (weak reference, version) of parameters by id. completed: forward has returned. lenient: a backward
     pass inside forward recomputed the region, so the number of tensors says nothing."""
 
-    def __new__(cls, *_: Any, **__: Any) -> SavedTensors:
+    def __new__(cls, *_, **__) -> SavedTensors:
         self = super().__new__(cls)
         self.places, self._metadata, self.watched = [], [], {}
         self.compares = self.stops_early = True
@@ -196,7 +196,7 @@ def unpack_saved(placeholder: Placeholder) -> Tensor:
     return placeholder.segment.unpack(placeholder)
 
 
-def executes(node: Any) -> tuple[bool, bool]:
+def executes(node) -> tuple[bool, bool]:
     """Returns whether the running backward pass wants this node's gradient, and whether it certainly leaves others out."""
     try:
         return _C._will_engine_execute_node(node), False
@@ -245,7 +245,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         self.since = _C._autograd._get_sequence_nr()
-        self.nodes: list[Any] = []  # that send gradients
+        self.nodes: list = []  # that send gradients
         self.senders: dict[tuple[Any, int], set[int]] = {}  # (node outside, input) -> indices in `nodes`
         # by (node, input) and backward pass: the nodes that have not added to it yet, and the sum, if there is one
         self.sums: dict[tuple, tuple[set[int], list[Tensor]]] = {}
@@ -276,7 +276,7 @@ class GradientSums:
 
 
 def _hold_back(
-    reference: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _: Any
+    reference: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _
 ) -> tuple[Tensor | None, ...]:
     """Adds a node's gradients to the sums of their places, and returns these where the node is the last in this backward pass:
     its hook. places: (node, input) -> indices of the gradients sent there."""

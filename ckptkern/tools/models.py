@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="FILE", help="write a row for each module to this file")
 
 
-def load(target: str) -> Callable[..., Any]:
+def load(target: str) -> Callable:
     """Returns the function that FILE:FUNCTION names. A file that this process has loaded is not run again, so that its
     classes stay the same. Raises ValueError with the reason."""
     name, colon, function = target.rpartition(":")

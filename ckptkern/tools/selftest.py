@@ -12,7 +12,6 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ OPS = ("linear_act", "linear_stack", "mlp", "gated_mlp")
 CASES = [(op, activation) for op in OPS for activation in ("silu" if op == "gated_mlp" else "relu", "gelu")]
 
 
-def module_of(op: str, activation: str, features: int, hidden: int, out: int, **options: Any) -> Layer:
+def module_of(op: str, activation: str, features: int, hidden: int, out: int, **options) -> Layer:
     """Returns the module that calls the op, with biases."""
     if op == "linear_act":
         return nn.Linear(features, out, activation=activation, **options)

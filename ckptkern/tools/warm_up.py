@@ -79,7 +79,7 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         return
     before, builder, seen = knobs.compilation.listener, build._build, set()
 
-    def listener(**event: Any) -> None:
+    def listener(**event) -> None:
         if before is not None:
             before(**event)
         if event["metadata"]["hash"] not in seen:  # another device of the same kind asks for it again
@@ -88,10 +88,10 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
             compiled.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
             shown(name, len(compiled.kernels))
 
-    def launched(metadata: Any) -> None:
+    def launched(metadata) -> None:
         compiled.launches += 1
 
-    def built(*args: Any, **kwargs: Any) -> Any:
+    def built(*args, **kwargs):
         started = time.perf_counter()
         library = builder(*args, **kwargs)
         compiled.c_modules.append(time.perf_counter() - started)

@@ -53,7 +53,7 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
 
 
 def operands(
-    tensors: Sequence[Tensor | None], o: Any, dtype: torch.dtype
+    tensors: Sequence[Tensor | None], o, dtype: torch.dtype
 ) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
     """Returns the options with the workspace that a Frozen weight leaves, w and b in dtype, and class weights in the accumulate
     dtype."""
@@ -76,7 +76,7 @@ class UpdateTensors(NamedTuple):
     lora_rng: Tensor | None
 
 
-def update_of(tensors: Sequence[Tensor | None], o: Any) -> LowRank | None:
+def update_of(tensors: Sequence[Tensor | None], o) -> LowRank | None:
     """Returns the low-rank update of w, from the op's tensors and options, or None."""
     return low_rank(UpdateTensors(*tensors[-3:]), o, ("head",), "head", 0)
 
@@ -87,7 +87,7 @@ class UpdatedHead:
     needs: the op's needs_input_grad mask. du, da, db: gradients of u, A and B.
     """
 
-    def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o: Any, needs: int = 0):
+    def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o, needs: int = 0):
         self.rows, self.w, self.o, self.p = rows, w, o, primitives(o.backend)
         self.update, self.tensors = update_of(tensors, o), UpdateTensors(*tensors[-3:])
         self.b = self.update.b.to(rows.dtype)
@@ -124,7 +124,7 @@ class UpdatedHead:
         return torch.cat([self.inner(*chunk) for chunk in self.chunks()])
 
     def write_gradient(
-        self, part: slice, bias: Tensor | None, arguments: Sequence[Any], head: eager.Head, dz: Tensor, db: bool
+        self, part: slice, bias: Tensor | None, arguments: Sequence, head: eager.Head, dz: Tensor, db: bool
     ):
         """Runs `cross_entropy_bwd` for the classes `part`, in chunks of tokens; returns the sum of dz's rows if `db`.
 
@@ -184,7 +184,7 @@ def statistics_of(
     target: Tensor,
     weights: Tensor | None,
     candidates: Tensor | None,
-    o: Any,
+    o,
     first: int = 0,
     updated: UpdatedHead | None = None,
 ) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def statistics_of(
     return by_chunks(token_chunks(M, of_token, o.workspace), of_tokens)
 
 
-def token_bytes(x: Tensor, V: int, o: Any) -> int:
+def token_bytes(x: Tensor, V: int, o) -> int:
     """Returns the bytes of a token's transient tensors in forward, for V rows of w."""
     holds = o.top_k + o.candidates > 0  # logits outlive their statistics
     if o.backend == "eager":
@@ -245,7 +245,7 @@ def token_bytes(x: Tensor, V: int, o: Any) -> int:
 
 
 def statistics_with_update(
-    updated: UpdatedHead, b: Tensor | None, target: Tensor, weights: Tensor | None, candidates: Tensor | None, o: Any
+    updated: UpdatedHead, b: Tensor | None, target: Tensor, weights: Tensor | None, candidates: Tensor | None, o
 ) -> TokenStatistics:
     """Computes `statistics_of` with w's low-rank update, over parts of the vocabulary: half of the workspace holds their
     weights, half their logits, of at least CHUNK_ROWS tokens."""

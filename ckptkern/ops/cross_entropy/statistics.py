@@ -4,7 +4,7 @@ in differentiable PyTorch ops, which is the reference implementation."""
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Sums:
     loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
 
-    def __init__(self, target: Tensor, class_weight: Tensor | None, o: Any, entries):
+    def __init__(self, target: Tensor, class_weight: Tensor | None, o, entries):
         smoothing = o.label_smoothing
         self.target, self.ignore_index, self.share = target, o.ignore_index, 1.0 - smoothing
         if class_weight is not None:

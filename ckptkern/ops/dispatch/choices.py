@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,7 +185,7 @@ _choice = _Choice()
 
 
 @contextmanager
-def setting(name: str, value: Any, *owners: Any) -> Iterator[None]:
+def setting(name: str, value, *owners) -> Iterator[None]:
     """Sets an attribute inside, on the owners that have it."""
     before = [(owner, getattr(owner, name)) for owner in owners if hasattr(owner, name)]
     for owner, _ in before:
@@ -317,7 +316,7 @@ def kernels_alone() -> bool:
 
 
 @functools.cache
-def primitives(name: str) -> Any:
+def primitives(name: str):
     """Returns the functions that ops call: `ckptkern.eager`, or those of the same names of an implementation over
     `triton_kernels`."""
     if name == "eager":

@@ -77,7 +77,7 @@ class BranchOptions(NamedTuple):
     lora = ()
 
 
-def saves(o: Any) -> tuple[str, ...]:
+def saves(o) -> tuple[str, ...]:
     """Returns the names of what forward saves: what the activation reads (z, or g and u) and returns (h)."""
     if o.recompute == "full":
         return ()
@@ -97,7 +97,7 @@ class MLPBranch:
     by_step: no kernel forms several matmuls at once, because of low-rank updates, or Frozen weights that are not held.
     """
 
-    def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, holds: bool | None = None):
+    def __init__(self, t, o, rows: int, dtype: torch.dtype, holds: bool | None = None):
         if holds is None:
             o, holds = beside_frozen((t.gate_weight, t.up_weight, t.down_weight), o, dtype)
         self.holds = holds
@@ -110,7 +110,7 @@ class MLPBranch:
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS} if o.lora else {}
         self.by_step = bool(self.updates) or not holds
 
-    def parameter(self, name: str) -> Any:
+    def parameter(self, name: str):
         """Returns the parameter in the compute dtype, cast once for all chunks and matmuls. A Frozen parameter that is not held
         is dequantised for each caller."""
         parameter = getattr(self.t, name)
@@ -319,7 +319,7 @@ class Sums:
         return self.totals if self.once else {name: total.result() for name, total in self.totals.items()}
 
 
-def reference(x: Tensor, t: Any, o: Any) -> Tensor:
+def reference(x: Tensor, t, o) -> Tensor:
     """Computes the MLP of x [..., d] in differentiable PyTorch ops."""
 
     def linear(layer: str, rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -257,7 +257,7 @@ class LinearStack(Op):
             return gradients
         layers = _cast(weights, biases, dy.dtype)
         chunks = token_chunks(dy.shape[0], _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
-        grads: list[Any] = [
+        grads = [
             need and (WeightGrad if i < L else BiasGrad)(t, len(chunks))
             for i, (t, need) in enumerate(zip(parameters, needs_of, strict=True))
         ]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -345,7 +344,7 @@ def build(op: type[Op]):
     def for_inference(options):
         return replaced(options, recompute=op.inference_recompute)
 
-    def apply(options, *tensors) -> Any:
+    def apply(options, *tensors):
         compiling = torch.compiler.is_compiling()
         seen = 0 if compiling else state.observe(tensors)
         if seen & _SUBCLASS:

@@ -60,7 +60,7 @@ class Stash:
         self.limit, self.bytes, self.spills = limit, 0, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
 
-    def holds(self, operands: Iterable[Any]) -> bool:
+    def holds(self, operands: Iterable) -> bool:
         """Holds these tensors from now on and returns True; returns False once they exceed the limit."""
         for t in operands:
             if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in self.storages:
@@ -94,7 +94,7 @@ class Left(NamedTuple):
     room: Room
 
 
-def versions_of(operands: Iterable[Any]) -> list[int]:
+def versions_of(operands: Iterable) -> list[int]:
     return [t._version for t in operands if isinstance(t, Tensor) and not t.is_inference()]
 
 
@@ -371,7 +371,7 @@ class WeightGrad:
         main = main_grad_of(weight)
         self.main = self.sum = main if main is None or place is None else main[place]
 
-    def add(self, *operands: Any) -> None:
+    def add(self, *operands) -> None:
         """Adds the matmul of these operands, now or when the sum is asked for."""
         stash = THREAD.stash
         if stash is None:

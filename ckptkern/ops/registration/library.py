@@ -11,7 +11,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def register(op: type[Op]) -> Registered:
     LIBRARY.define(f"{names[1]}(Tensor dy, Tensor?[] tensors, Tensor?[] saved, {SCHEMA}, int[] needs) -> Tensor[]")
     packets = tuple(getattr(torch.ops.ckptkern, name) for name in names)
 
-    def options_of(lists: Sequence, on_meta: bool) -> Any:
+    def options_of(lists: Sequence, on_meta: bool):
         options = unpack(layout, lists)
         if on_meta:  # in PyTorch ops, all tokens at once
             return replaced(options, backend="eager", fused="", workspace=None)
@@ -178,7 +178,7 @@ class Layout(NamedTuple):
     inner: tuple[Layout, ...]
 
 
-def layout_of(hint: Any) -> Layout:
+def layout_of(hint) -> Layout:
     """Returns the Layout of a type. hint: a NamedTuple of bool, int, float, str, torch.dtype and IntLikeType, of such
     NamedTuples, of tuple[X, ...] of any of these, or of any of these or None."""
     if hint in _LISTS:
@@ -195,7 +195,7 @@ def layout_of(hint: Any) -> Layout:
     return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
 
 
-def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
+def _write(layout: Layout, value, lists: tuple[list, ...]) -> None:
     kind, place, _, inner = layout
     if kind == "fields":
         for field, part in zip(inner, value, strict=True):
@@ -211,7 +211,7 @@ def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
         lists[place].append((1 if value else 0) if kind == "bool" else value)
 
 
-def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
+def _read(layout: Layout, lists: tuple[Iterator, ...]):
     kind, place, type_, inner = layout
     if kind == "fields":
         return type_(*(_read(field, lists) for field in inner))
@@ -223,19 +223,19 @@ def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
     return getattr(torch, value) if kind == "dtype" else bool(value) if kind == "bool" else value
 
 
-def pack(layout: Layout, options: Any) -> tuple[list, list, list, list]:
+def pack(layout: Layout, options) -> tuple[list, list, list, list]:
     """Packs options into the four lists of SCHEMA."""
     lists: tuple[list, list, list, list] = ([], [], [], [])
     _write(layout, options, lists)
     return lists
 
 
-def unpack(layout: Layout, lists: Sequence) -> Any:
+def unpack(layout: Layout, lists: Sequence):
     """Unpacks options from the lists that `pack` returned."""
     return _read(layout, tuple(map(iter, lists)))
 
 
-def replaced(options: Any, **values: Any) -> Any:
+def replaced(options, **values):
     """Returns options with new values for the fields of these names, its own and those of the NamedTuples in it."""
     if not hasattr(options, "_fields"):
         return tuple(replaced(item, **values) for item in options) if isinstance(options, tuple) else options
@@ -244,7 +244,7 @@ def replaced(options: Any, **values: Any) -> Any:
     return options._replace(**inner | {name: value for name, value in values.items() if name in options._fields})
 
 
-def values_of(options: Any, name: str) -> list:
+def values_of(options, name: str) -> list:
     """Returns the values of the fields of this name, its own and those of the NamedTuples in it."""
     if not isinstance(options, tuple):
         return []

@@ -105,7 +105,7 @@ class SublayerOp(Op):
         return cls.in_torch_ops(x, cls.Tensors(*others), o, **decided)
 
 
-def with_fields(*parts: Any) -> Callable[[type], type]:
+def with_fields(*parts) -> Callable[[type], type]:
     """Decorates a NamedTuple with the fields and defaults of others. `...` among the parts is the place of its own fields,
     whose names are in `own`."""
 
@@ -240,7 +240,7 @@ def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | Non
     return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
 
 
-def beside_frozen(weights: Iterable[Any], o: Any, dtype: torch.dtype) -> tuple[Any, bool]:
+def beside_frozen(weights: Iterable, o, dtype: torch.dtype) -> tuple[Any, bool]:
     """Returns the options with the workspace that the dequantised Frozen weights leave, and whether these are held for the
     pass.
 

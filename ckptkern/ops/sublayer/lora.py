@@ -169,7 +169,7 @@ def updates_of(layers: Iterable[str]) -> type:
     return fields
 
 
-def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
+def low_rank(t, o, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
     """Returns a layer's update, or None. rows: the most rows of any input of the sublayer."""
     if not o.lora:
         return None
@@ -220,7 +220,7 @@ def gather_lora(
     return tensors, tuple(itertools.chain(*numbers.values())) if lora else ()
 
 
-def check_update(op: str, name: str, update: Any, weight: Tensor, x: Tensor) -> LoRA:
+def check_update(op: str, name: str, update, weight: Tensor, x: Tensor) -> LoRA:
     update = update[:-1] if isinstance(update, ReplayedLoRA) else update
     if not isinstance(update, (tuple, list)) or not 2 <= len(update) <= 4:
         raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(update).__name__}")
