@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 Taken = tuple[Layout, tuple[Tensor, ...]]  # a Frozen's layout and tensors
 
 
-def expert_by_slices(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
+def expert_by_slices(parts, layout, expert):
     """Returns one expert of parts that have an entry for each expert, or are common to all."""
     own = [part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts]
     return layout._replace(shape=layout.shape[1:]), tuple(own)
@@ -159,7 +159,7 @@ def _of_bitsandbytes(packed: Tensor, state, dtype: torch.dtype | None) -> Taken:
     return Layout(state.quant_type, shape, dtype or state.dtype, tuple(numbers)), tuple(parts)
 
 
-def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+def _bitsandbytes(parts, layout, dtype):
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     packed, absmax, *nested = parts
@@ -172,7 +172,7 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
     )
 
 
-def _expert_4bit(parts: Sequence[Tensor], layout: Layout, expert: int) -> Taken:
+def _expert_4bit(parts, layout, expert):
     """Returns one expert with its scales dequantised, as bitsandbytes' dequantize_blockwise does: they begin anywhere in a
     block."""
     packed, absmax, *nested = parts
@@ -208,7 +208,7 @@ def _of_torchao(data, dtype: torch.dtype | None) -> Taken:
     return Layout(TORCHAO[name], tuple(data.shape), dtype or data.dtype, numbers), tuple(parts)
 
 
-def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+def _torchao(parts, layout, dtype):
     from torchao import quantization
 
     own, target, *block = layout.numbers
@@ -260,7 +260,7 @@ def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> 
     return Layout(kind, tuple(shape), dtype, ()), (data, scales)
 
 
-def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+def _block_fp8(parts, layout, dtype):
     """Computes float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
     data, scales = parts
     columns = torch.arange(data.shape[1], device=data.device) // BLOCK
@@ -273,7 +273,7 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
     return by_rows(layout, dtype, rows_of)
 
 
-def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+def _mxfp4(parts, layout, dtype):
     """Computes transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
     blocks, scales = parts
     table = torch.tensor([sign * value for sign in (1, -1) for value in FP4], dtype=torch.float32, device=blocks.device)
