@@ -54,7 +54,7 @@ class Parameter:
             self.frozen = Frozen(value, dtype=dtype)
         return True
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict:
         return self.__dict__ | {"frozen": None}
 
 
@@ -121,7 +121,7 @@ def live_attributes(module: nn.Module, template) -> set[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
+def rescaled(module: nn.Module, template: dict) -> Iterator[bool]:
     """Changes the scales of low-rank updates for a while. Yields whether there are any."""
     held = {scale: getattr(module.get_submodule(scale.path), SCALING) for scale in templates(template, Scale)}
     before = [dict(scales) for scales in held.values()]
@@ -224,7 +224,7 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     return tensor.repeat_interleave(2, -1) if form == "each twice" else tensor
 
 
-def values_of(template: dict[str, Any], *names: str) -> Iterator:
+def values_of(template: dict, *names: str) -> Iterator:
     """Yields the values that an op, or each of its sublayers, has under these argument names."""
     for key, value in template.items():
         if isinstance(value, dict):
@@ -233,6 +233,6 @@ def values_of(template: dict[str, Any], *names: str) -> Iterator:
             yield value
 
 
-def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
+def named(template: dict, *names: str) -> Iterator[Argument]:
     """Returns the call's arguments that an op, or each of its sublayers, has under these argument names."""
     return templates(list(values_of(template, *names)), Argument)

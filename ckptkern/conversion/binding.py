@@ -114,7 +114,7 @@ class Segment:
         self.constants = sorted(indices.difference(self.inputs, self.biases))  # the op computes no gradient of these
         self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
 
-    def op_arguments(self, flat: list) -> dict[str, Any]:
+    def op_arguments(self, flat: list) -> dict:
         """Returns the op's arguments in a call with these values."""
         return self.arguments(Inputs(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
@@ -179,10 +179,10 @@ class Forward:
         self.calls = dict.fromkeys(RAN, 0)
         self.previous: Callable | None = module.__dict__.get("forward")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict:
         return self.__dict__ | {"store": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict) -> None:
         """Restores the object, and registers the attention implementation, which another process may not know yet."""
         self.__dict__.update(state)
         if "transformers.masking_utils" in sys.modules:
@@ -508,7 +508,7 @@ def requires_grad(value) -> bool:
 # -- what convert set in a model
 
 
-def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def bound(model: nn.Module) -> list[tuple[dict, dict]]:
     """Returns (the attributes of a module or a configuration, the ones that convert set) for each."""
     pairs = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
     for module in model.modules():

@@ -161,8 +161,8 @@ class Form:
         calls = [self.complete(call) for call in calls]
         self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
         self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
-        self.reads: dict[str, Any] = {}  # `Reads` of its modules' attributes, of forward in the calls that were checked
-        self.fixed: dict[str, Any] = {}  # values in place of arguments that do not count
+        self.reads = {}  # `Reads` of its modules' attributes, of forward in the calls that were checked
+        self.fixed = {}  # values in place of arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names that have no effect
         # without values, which would stay in memory, and be pickled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class Core(NamedTuple):
     value: Node
     masks: list[Node]
     scale: float
-    options: dict[str, Any]
+    options: dict
 
 
 def read_core(steps: Steps, node: Node) -> Core:

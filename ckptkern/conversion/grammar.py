@@ -120,7 +120,7 @@ class Grammar(Steps):
                 return vectors, other
         return None
 
-    def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
+    def normed(self, node: Node) -> tuple[dict, Node] | None:
         """Returns (the arguments of a norm [* (1 + scale)] [+ shift], the node that it reads); None for other nodes."""
         arguments = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:

@@ -40,7 +40,7 @@ class _Recorder:
     read and, where that is an object, the value."""
 
     def __init__(self, module: nn.Module):
-        self.of: dict[int, tuple[object, dict[str, Any]]] = {id(m): (m, {}) for m in module.modules()}
+        self.of: dict[int, tuple[object, dict]] = {id(m): (m, {}) for m in module.modules()}
         self.whole: set[int] = set()  # ids of objects whose __dict__ was read, or whose reads cannot be seen
         self.classes: dict[type, Callable | None] = {}  # with their own __getattribute__, if any
         for m in list(module.modules()):
@@ -158,8 +158,8 @@ class Held(NamedTuple):
 
     owner: Any
     path: str
-    values: dict[str, Any]
-    objects: dict[str, Any]
+    values: dict
+    objects: dict
     absent: frozenset[str]
     known: frozenset[str] | None = None
 
@@ -219,7 +219,7 @@ class Watch:
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Callable[[bool], bool] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict:
         return self.__dict__ | {"compared": None}
 
     def comparison(self) -> Callable[[bool], bool]:

@@ -14,7 +14,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ def scalars(output) -> list[Tensor]:
     return [tensor for tensor in floating_in(output) if tensor.dim() == 0]
 
 
-def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
+def adapted(module: nn.Module, classes: set[int]) -> dict | None:
     """Returns the template {"lora"} of a linear layer with one of these numbers of classes and one low-rank update, which
     was read and checked on random numbers; None for other modules."""
     base = module._modules.get("base_layer")
@@ -143,7 +142,7 @@ class Head(Forward):
     log: list[tuple[Step, bool]] | None = None  # during the example's call
     only_loss = False  # only F.cross_entropy took the logits in the example's call
 
-    def __init__(self, module: nn.Module, recompute: str, template: dict[str, Any] | None = None):
+    def __init__(self, module: nn.Module, recompute: str, template: dict | None = None):
         super().__init__(module, recompute)
         self.kind, self.linear = type(module), module
         if template is not None:

@@ -30,7 +30,7 @@ class ConvertLater:
     conversion: what `ckptkern.convert` returned; None before that call.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]):
+    def __init__(self, model: nn.Module, options: dict):
         check_step("convert_later", model, ((), {}))
         options = convert.__kwdefaults__ | options
         inspect.signature(convert_call).bind(model, None, **options)

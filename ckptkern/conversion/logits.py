@@ -96,7 +96,7 @@ class Step(NamedTuple):
 
     function: Callable
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: dict
 
     @property
     def name(self) -> str:
@@ -242,7 +242,7 @@ class _LazyLogits(torch.autograd.Function):
     through it."""
 
     @staticmethod
-    def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
+    def forward(ctx, fields: dict, *tensors: Tensor) -> Logits:
         placeholder, matmul = fields["tokens"].placeholder, fields["matmul"]
         logits = Tensor._make_wrapper_subclass(
             Logits,

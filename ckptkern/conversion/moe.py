@@ -57,7 +57,7 @@ def experts_call(flat: list) -> tuple[int, int, int]:
     return x, index, weights
 
 
-def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
+def arguments_of_experts(module: nn.Module) -> dict:
     """Returns moe_mlp's parameters among the module's own and, as `lora`, the low-rank updates that wrappers of experts
     (`base_of`) add to their weights in a call. Raises Unreadable for updates that moe_mlp does not support."""
     (_, base), layout, updates = base_of(module), experts_layout(module), {}
@@ -118,7 +118,7 @@ def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
 
 def routings(
     logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, numbers: list[int | float]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict]:
     """Yields every way to score and choose that gives these indices and weights, as arguments of moe_block; their score_bias
     says whether it is used. numbers: candidates for the counts of groups and the factor."""
     order, k, E = index.sort(-1), index.shape[-1], logits.shape[-1]
@@ -169,7 +169,7 @@ def router_dtype(
     return torch.float32 if errors[torch.float32] < errors[torch.bfloat16] else None
 
 
-def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str, Any], Choices]:
+def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict, Choices]:
     """Returns (moe_block's arguments of a shared expert, including its part of `lora`; its choices). The numerical check
     finds out whether the expert does more. Raises Unreadable."""
     traced = trace(module, ((x,), {}))
@@ -179,7 +179,7 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str,
     if reading.op != "mlp_block":
         raise Unreadable(f"a shared expert is {reading.op}, not an MLP alone")
 
-    def shared(arguments: dict[str, Any]) -> dict[str, Any]:
+    def shared(arguments: dict) -> dict:
         return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
     lora = reading.arguments.pop("lora", {})

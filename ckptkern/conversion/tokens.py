@@ -15,7 +15,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,13 +268,13 @@ STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
 NEVER = -(2**62)  # an ignore_index that never occurs: indices out of bounds raise, as in gather
 
 
-def arguments_of(step) -> dict[str, Any]:
+def arguments_of(step) -> dict:
     """Returns the arguments of a function in `NAMES`, by name."""
     named = {"input" if name == "self" else name: value for name, value in step.kwargs.items()}
     return dict(zip(NAMES[step.name], step.args, strict=False)) | named
 
 
-def class_arguments(step, logits: Tensor) -> dict[str, Any] | None:
+def class_arguments(step, logits: Tensor) -> dict | None:
     """Returns the arguments, by name, of a function over the classes; None for another call."""
     arguments = arguments_of(step)
     dim, n = arguments.get("dim"), logits.dim()

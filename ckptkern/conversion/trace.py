@@ -148,7 +148,7 @@ class Node:
     source: Any
     shape: torch.Size
     args: tuple = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict = field(default_factory=dict)
     output: int = 0
     at: int = -1
     function: Callable | None = None
@@ -182,7 +182,7 @@ class Node:
             return False
         return self.source in names or SAME.get(self.source, self.source.strip("_")) in names
 
-    def called_with(self, *names: str) -> dict[str, Any]:
+    def called_with(self, *names: str) -> dict:
         """Returns the call's arguments by name; `names` are those of its positions."""
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
@@ -223,12 +223,12 @@ def mapped(function: Callable[[Tensor], Any], values):
     return recomputed(values, (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(values)))
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict:
     """Returns the plain values among the module's attributes, on which its forward may branch."""
     return {name: value for name, value in module.__dict__.items() if type(value) in PLAIN_VALUES}
 
 
-def settings(module: nn.Module) -> list[dict[str, Any]]:
+def settings(module: nn.Module) -> list[dict]:
     return [plain_attributes(m) for m in module.modules()]
 
 

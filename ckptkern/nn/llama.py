@@ -247,7 +247,7 @@ class LlamaDecoderLayer(Layer):
         """Returns the arguments of ckptkern.transformer_layer for an unmodified layer."""
         drop, mlp = self.resid_dropout if self.training else 0.0, self.mlp
 
-        def normed(sublayer: dict[str, Any], norm: nn.RMSNorm) -> dict[str, Any]:
+        def normed(sublayer: dict, norm: nn.RMSNorm) -> dict:
             around = {"norm": "rms", "norm_weight": norm.weight, "norm_eps": _eps(norm, x)}
             return sublayer | around | {"residual": True, "resid_dropout_p": drop}
 

@@ -91,7 +91,7 @@ class _Layer(Layer):
     ) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer for an unmodified layer. cross: the masks of memory."""
 
-        def around(number: int) -> dict[str, Any]:
+        def around(number: int) -> dict:
             norm, dropout = (getattr(self, f"{kind}{number}") for kind in ("norm", "dropout"))
             return {
                 "norm": "layer",
@@ -103,7 +103,7 @@ class _Layer(Layer):
                 "residual": True,
             }
 
-        arguments: dict[str, Any] = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
+        arguments: dict = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
         if cross is not None:
             arguments["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
         mlp = {"activation": named(self.activation), "dropout_p": _probability(self.dropout)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class ExpertsBranch:
         )
         self.updates = grouped_low_rank(self.named, o.experts_lora, LAYERS, dtype, o.precision)
 
-    def sums(self, need: Collection[str], chunks: int) -> dict[str, Any]:
+    def sums(self, need: Collection[str], chunks: int) -> dict:
         """Returns, by name, the sums over chunks of the gradients of PARAMETERS that are needed."""
         return {
             name: BiasGrad(parameter, chunks)
@@ -148,7 +148,7 @@ class ExpertsBranch:
         gu: Tensor | None,
         groups: eager.Groups,
         need: Collection[str],
-        sums: dict[str, Any],
+        sums: dict,
     ) -> dict[str, Tensor]:
         """Returns "dx" and "ds" if `need` names "x" and "s"; adds the other gradients to `sums`. gu: None, or as `forward`
         returned it."""

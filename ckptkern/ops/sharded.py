@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,7 +189,7 @@ class Shard:
 
     # -- what the ops' arguments are on this rank
 
-    def with_vectors(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def with_vectors(self, arguments: dict) -> dict:
         """Returns the arguments with vectors of samples whose gradients are summed over ranks. A norm's vectors have
         partial sums of the branch; in sequence parallel layer_scale has partial sums of rows."""
         if arguments["lora"]:

@@ -368,7 +368,7 @@ def frontier(
     return Frontier(size, limit_bytes, tried, chosen)
 
 
-def arguments_of(inputs) -> tuple[tuple, dict[str, Any]]:
+def arguments_of(inputs) -> tuple[tuple, dict]:
     """Returns (positional arguments, keyword arguments)."""
     if isinstance(inputs, dict):
         return (), inputs

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import CellType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -82,7 +82,7 @@ def refuse_value(name: str, call: str, value) -> NoReturn:
     )
 
 
-def _decorated(options: dict[str, Any], function: Callable) -> Callable:
+def _decorated(options: dict, function: Callable) -> Callable:
     if not callable(function):
         refuse_value("checkpointed", "checkpointed(layer)(x)", function)
 

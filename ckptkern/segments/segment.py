@@ -55,7 +55,7 @@ class Segment(SavedTensors):
         self.sequence = ACTIVE.context  # the ranks of context parallelism, for the recompute too
         self.weights = cached_weights()
         self.room = self.device = None
-        self.done: dict = {}  # keys of the backward passes that the region was recomputed for
+        self.done = {}  # keys of the backward passes that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
         self.state = self.state_of(function, args, kwargs, preserve_rng_state)
 

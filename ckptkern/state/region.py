@@ -172,7 +172,7 @@ class SegmentState(ModuleState):
                 self.reach(value, depth)
         return make, value if make is None else [self.take(item, depth + 1) for item in items]
 
-    def arguments(self) -> tuple[tuple, dict[str, Any]]:
+    def arguments(self) -> tuple[tuple, dict]:
         """Returns the (args, kwargs) of forward. Runs unpack hooks, and so a parent region's recompute."""
         tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.grad_fn.saved_tensors, strict=True)}
         return given_again(self.given, tensors)

@@ -245,7 +245,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         self.since = _C._autograd._get_sequence_nr()
-        self.nodes: list = []  # that send gradients
+        self.nodes = []  # that send gradients
         self.senders: dict[tuple[Any, int], set[int]] = {}  # (node outside, input) -> indices in `nodes`
         # by (node, input) and backward pass: the nodes that have not added to it yet, and the sum, if there is one
         self.sums: dict[tuple, tuple[set[int], list[Tensor]]] = {}

@@ -61,7 +61,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _system() -> dict[str, Any]:
+def _system() -> dict:
     return {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "CPUs": os.cpu_count(),
@@ -70,7 +70,7 @@ def _system() -> dict[str, Any]:
     }
 
 
-def _devices() -> dict[str, dict[str, Any]]:
+def _devices() -> dict[str, dict]:
     devices = {}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -138,7 +138,7 @@ def _sdpa() -> dict[str, bool]:
     }
 
 
-def _tuned_impls() -> dict[str, Any]:
+def _tuned_impls() -> dict:
     """Returns each device's table of `python -m ckptkern autotune`, the implementation of every op, dtype and size; or why
     it is not used."""
     from ..ops.dispatch import implementations as _impls
@@ -159,7 +159,7 @@ def _tuned_impls() -> dict[str, Any]:
     return answer
 
 
-def _extension() -> dict[str, Any]:
+def _extension() -> dict:
     """Returns which implementation of `ckptkern.state` runs, why, and its host time beside torch's checkpoint."""
     module, why = state.LOADED
     runs = {"runs": "Python", "why": why, "built for torch": "none"}
@@ -199,7 +199,7 @@ SECTIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def collect() -> dict[str, Any]:
+def collect() -> dict:
     """Returns all sections as data that json can write. A section that fails is replaced by the reason."""
     data = {}
     for name, section in SECTIONS.items():
@@ -210,7 +210,7 @@ def collect() -> dict[str, Any]:
     return data
 
 
-def lines(data: dict[str, Any], indent: int = 0) -> list[str]:
+def lines(data: dict, indent: int = 0) -> list[str]:
     """Returns data as indented plain text, one value per line."""
     result = []
     for name, value in data.items():

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -123,7 +122,7 @@ def load(target: str) -> Callable:
     return target
 
 
-def model_and_inputs(target: str) -> tuple[nn.Module, tuple, dict[str, Any]]:
+def model_and_inputs(target: str) -> tuple[nn.Module, tuple, dict]:
     """Returns (model, positional arguments, keyword arguments) from FILE:FUNCTION."""
     built = load(target)()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 
@@ -17,8 +15,8 @@ class _Active:
     Attributes of an object, as the backend in `choices`."""
 
     def __init__(self):
-        self.shard: Any = None
-        self.context: Any = None
+        self.shard = None
+        self.context = None
         self.gathered = False
 
 

@@ -10,7 +10,7 @@ with the same bits. A layer may have a low-rank update (`low_rank`); then no ker
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -273,7 +273,7 @@ class Sums:
         self.branch, self.need = branch, need
         self.need_dx, self.behind, self.read_h = "x" in need, not OF_DOWN.issuperset(need), not READ_H.isdisjoint(need)
         self.once = chunks == 1 and not branch.updates  # `totals` then holds gradients
-        self.totals: dict[str, Any] = {}
+        self.totals = {}
         for name in () if self.once else need:
             if name != "x":
                 of = getattr(branch.t, name)

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ NO_UPDATES: tuple[dict[str, Tensor], tuple[float, ...]] = {}, ()
 def gather_lora(
     op: str,
     x: Tensor,
-    lora: Mapping[str, Any],
+    lora: Mapping,
     weights: Mapping[str, Tensor | None],
     layers: tuple[str, ...] = (),
     layer_of: Mapping[str, str] = MappingProxyType({}),

@@ -480,7 +480,7 @@ def around(
     recompute,
     workspace,
     **tensors,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict, dict]:
     """Checks a sublayer's arguments around its branch; returns them as fields of AroundTensors and of SublayerOptions.
 
     probe: an empty tensor like x, in the compute dtype. output, features: name and rows of the branch's last weight.
