@@ -11,7 +11,7 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
 from ..errors import ShapeError
-from ..ops.cross_entropy.loss import CrossEntropyOutput, check_scalars, check_top_k, reduced
+from ..ops.cross_entropy.loss import REDUCTIONS, CrossEntropyOutput, check_scalars, check_top_k, reduced
 from ..ops.cross_entropy.statistics import results_of_logits, scaled_and_capped
 from ..ops.dispatch.choices import check_choice, check_flags
 from .layer import Layer
@@ -79,7 +79,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
             )
         if weight is not None and tuple(weight.shape) != (num_classes,):
             raise ShapeError(f"{NAME}: weight must have shape ({num_classes},), but has {tuple(weight.shape)}")
-        check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
+        check_choice(NAME, "reduction", reduction, REDUCTIONS)
         rows = math.prod(out_features, start=num_classes)
         self.num_classes, self.out_features = num_classes, tuple(out_features)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing

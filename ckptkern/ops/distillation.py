@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
-from .cross_entropy.loss import public, reduced_over, token_results
+from .cross_entropy.loss import REDUCTIONS, public, reduced_over, token_results
 from .cross_entropy.op import head_gradients, vocabulary_chunks
 from .cross_entropy.statistics import reference_logits
 from .dispatch.choices import (
@@ -142,7 +142,6 @@ apply = build(LinearDistillation)
 
 
 TOPK, PADDING = "linear_topk_distillation", -100
-REDUCTIONS = ("none", "mean", "sum")
 
 
 def linear_distillation(

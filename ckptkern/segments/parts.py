@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,6 +31,7 @@ from .decisions import DECIDES
 from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged, undrawn
 from .slices import in_slices
 from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list, size_of
+from .tiled import is_transformed
 from .unread import Unread, when_read
 
 aten = torch.ops.aten
@@ -212,13 +212,7 @@ class Parts:
             later = False  # a second run would fill the mapping again
         plan = None
         hooks = torch.nn.modules.module  # of all modules
-        if not (
-            self.is_whole
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-            or hooks._global_forward_hooks
-            or hooks._global_forward_pre_hooks
-        ):
+        if not (self.is_whole or is_transformed() or hooks._global_forward_hooks or hooks._global_forward_pre_hooks):
             plan = self.plan_of(module, flat, spec, workspace, later)
         if plan is None:
             with own_modes():  # fused layers inside bound their own memory

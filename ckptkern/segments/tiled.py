@@ -72,7 +72,7 @@ def tiled(
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return run_in_chunks(fn, forward, x, dim, chunks, bound, check=check, preserve_rng_state=preserve_rng_state)
 
-    if not isinstance(fn, nn.Module) or _is_transformed():
+    if not isinstance(fn, nn.Module) or is_transformed():
         return run(fn, x)
     # the module's own hooks run once, and its forward is replaced inside
     forward, own = fn.forward, fn.__dict__.get("forward")
@@ -94,7 +94,7 @@ def tiled(
         restore()
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Returns whether nothing can be recomputed: in torch.func's transforms, which allow no saved-tensor hooks, and forward
     AD."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -146,7 +146,7 @@ def run_in_chunks(
 ) -> Tensor:
     """Implements `tiled`. forward: fn, or the module's own forward inside a call of fn. dim: not negative. is_inside: one chunk
     that fits the workspace is no checkpoint. options: those of `checkpoint`."""
-    if _is_transformed():
+    if is_transformed():
         return forward(x)
     tokens, axis = x.shape[dim], Axis(dim)
     length = max(1, -(-tokens // (chunks or 1)))

@@ -40,6 +40,7 @@ from .op import NAME, LinearCrossEntropy, LinearCrossEntropyOptions, apply, chec
 from .statistics import CLASSES, DIFFERENTIABLE, Sums, TokenResults, of_rows, reference_logits, results_of_logits
 
 SELECTED = "selected_log_probs"
+REDUCTIONS = ("none", "mean", "sum")
 TOP = 64  # log-probabilities per token at most
 
 
@@ -128,7 +129,7 @@ def linear_cross_entropy(
     flags = {"return_lse": return_lse, "return_log_probs": return_log_probs, "return_entropy": return_entropy}
     flags["return_accuracy"] = return_accuracy
     check_flags(NAME, **flags)
-    check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
+    check_choice(NAME, "reduction", reduction, REDUCTIONS)
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
     ignore_index = -100 if ignore_index is None else ignore_index
     asked = flags | {"lse_squared": z_loss, "arg_max": return_accuracy, "top_k": top_k is not None}
