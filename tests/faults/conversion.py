@@ -46,7 +46,7 @@ CONVERSION = [
     Fault(
         "binding: a model and its copy share their forwards",
         "ckptkern/conversion/binding.py",
-        '«def __getstate__(self)» -> dict[str, Any]: return self.__dict__ | {"store": None}',
+        '«def __getstate__(self)» -> dict: return self.__dict__ | {"store": None}',
         """def __deepcopy__(self, memo):
         return self
 
