@@ -47,15 +47,16 @@ def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool 
 
 
 def head_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns u = scale (x w^T + b) and z = softcap tanh(u / softcap), both [M, V] in the wide type. Without a softcap z is u,
-    written to `out` if its dtype fits."""
-    fits = not head.softcap and out is not None and out.dtype == wide_of(x.dtype)
-    u = upcast_matmul(x, w.t(), out=out if fits else None)
+    """Returns u = scale (x w^T + b) and z = softcap tanh(u / softcap), both [M, V] in the wide type; z is written to `out` if
+    its dtype fits. Without a softcap z is u."""
+    if out is not None and out.dtype != wide_of(x.dtype):
+        out = None
+    u = upcast_matmul(x, w.t(), out=None if head.softcap else out)
     if b is not None:
         u += b
     if head.scale != 1.0:
         u.mul_(head.scale)
-    return u, (u / head.softcap).tanh_().mul_(head.softcap) if head.softcap else u
+    return u, torch.div(u, head.softcap, out=out).tanh_().mul_(head.softcap) if head.softcap else u
 
 
 def target_columns(targets: Tensor, head: Head, width: int) -> tuple[Tensor, Tensor]:
@@ -105,8 +106,8 @@ def times_log(p: Tensor, log_p: Tensor) -> Tensor:
 
 
 def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db):
-    """Writes the logits' gradient dz (see `TokenGradients`) to `out`; returns its sum over rows if `db`. Overwrites p and,
-    where the gradients need it, log_p."""
+    """Writes the logits' gradient dz (see `TokenGradients`) to `out`; returns its sum over rows if `db`. Overwrites p, u
+    and, where the gradients need it, log_p."""
     column, here = target_columns(target[:, None], head, out.shape[1])
     if gradients.p_log_p is None:
         dz = p.mul_(gradients.p[:, None])
@@ -124,9 +125,9 @@ def write_gradient(
     dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Tensor | None, out: Tensor, db: bool
 ) -> Tensor | None:
     """Writes the gradient of the logits before softcap and scale to `out`, zeros for ignored tokens; returns its sum over rows
-    if `db`. Overwrites dz, the gradient of the logits, which may be `out`."""
+    if `db`. Overwrites u and dz, the gradient of the logits, which may be `out`."""
     if softcap:
-        dz.mul_((u / softcap).tanh_().square_().neg_().add_(1))
+        dz.mul_(u.div_(softcap).tanh_().square_().neg_().add_(1))
     if scale != 1.0:
         dz.mul_(scale)
     if ignored is not None:

@@ -95,7 +95,7 @@ class LinearDistillation(Op):
         statistics = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
         ignored = None if mask is None else ~mask.reshape(-1)
         narrow = int(dtype != dy.dtype)
-        held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
+        held = narrow + 1 + (o.softcap > 0) + (o.teacher_softcap > 0)
         widest = max(d, teacher.x.shape[1])
         transient = M * dtype.itemsize + dy.dtype.itemsize * (M * held + (M + 2 * widest) * narrow)
 

@@ -263,3 +263,16 @@ def test_a_norm_after_the_sublayers_holds_one_tensor_more_than_one_before():
 def test_groups_of_heads_hold_no_o_across_the_mlps_backward():
     full, selective = backward_peak(), backward_peak(recompute="selective")  # which saved o in forward
     assert full - selective <= 0.5 * TOKENS * WIDTH * 4, (full, selective)
+
+
+def test_a_softcap_holds_one_chunk_of_logits_more():
+    """u beside z, which is written where its gradient goes; the softcap's slope replaces u."""
+    x, w = (torch.randn(rows, 16, requires_grad=True) for rows in (TOKENS, 1024))
+    target, peaks = torch.zeros(TOKENS, dtype=torch.long), []
+    for softcap in (None, 5.0):
+        loss = ckptkern.linear_cross_entropy(x, w, target, softcap=softcap, recompute="full", workspace=1)
+        with peak_memory("cpu") as used:
+            loss.backward()
+        peaks.append(used.bytes)
+    plain, capped = peaks
+    assert capped - plain <= 1.1 * TOKENS * 256 * 4, (plain, capped)

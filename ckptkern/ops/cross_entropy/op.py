@@ -422,7 +422,7 @@ class LinearCrossEntropy(Op):
         transient = M * dtype.itemsize
         if o.backend == "eager":  # float32 logits, tensors of the softcap's slope, and copies by a CPU's matmuls
             narrow, saved_too = int(dtype != wide), int(logits is not None)  # int: symbolic numbers do not take bools
-            held = max(narrow + saved_too, 3 if o.softcap else 0) + ("entropy" in o.results)
+            held = max(narrow + saved_too, 2 if o.softcap else 0) + ("entropy" in o.results)
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
         elif candidates is not None and dtype != wide:  # gradients that are rounded after the candidates are added
             transient += M * wide.itemsize
