@@ -35,7 +35,8 @@ class Result(NamedTuple):
 
 
 class FromInput(NamedTuple):
-    """Names a value that follows the op's input: its dtype or device, or a number that is `value` for `samples` samples."""
+    """Names a value that follows the op's input: its dtype or device, the input itself for a function that reads these alone
+    ("data"), or a number that is `value` for `samples` samples."""
 
     name: str
     value: int = 0
@@ -156,6 +157,8 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
     def value_of(node: Node) -> Result | Argument | Weight:
         if not is_free(node):
             raise Unreadable("a scale, a gate or a bias is computed from the input")
+        if node.kind == "unread":
+            return FromInput("data")
         if node.kind == "argument":
             return Argument(node.source)
         if node.kind == "parameter":

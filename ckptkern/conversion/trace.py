@@ -136,6 +136,7 @@ class Node:
     "constant"  None: a tensor from outside of torch functions, or from before the call
     "module"    the path of the leaf module that returned it
     "function"  the name of the torch function that returned it
+    "unread"    None: a leaf module takes it for its dtype or device, as rotary embeddings do
 
     args, kwargs: those of the call that returned it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls:
@@ -253,6 +254,7 @@ class Trace(Watched):
         self.leaves = {m for m in self.inner if is_leaf(m) or parts_of(m) is not None}
         self.alive: list[object] = []  # so that no id is reused
         self.inside: list[nn.Module] = []  # leaf modules that are running
+        self.read: set[int] = set()  # ids of what their functions take
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
         self.calls: list[list] = []  # for each call, the leaves of its arguments that are not tensors
@@ -270,13 +272,18 @@ class Trace(Watched):
             self.alive.append(tensor)
         return self.nodes[id(tensor)]
 
-    def counted(self, call: Call) -> tuple[int, Call]:
+    def counted(self, call: Call, of_leaf: bool = False) -> tuple[int, Call]:
         """Returns (the place of the call among all, the call with Nodes)."""
         self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
-        return len(self.calls) - 1, mapped(self.node, call)
+
+        def node(tensor: Tensor) -> Node:
+            is_read = not of_leaf or id(tensor) in self.read
+            return self.node(tensor) if is_read else Node("unread", None, tensor.shape)
+
+        return len(self.calls) - 1, mapped(node, call)
 
     def record(self, kind: str, source: str, call: Call, results, function: Callable | None = None) -> None:
-        at, call = self.counted(call)
+        at, call = self.counted(call, kind == "module")
         leaves = leaves_of(call)
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
         trained = any(isinstance(leaf, Node) and leaf.trained for leaf in leaves) or (
@@ -296,6 +303,8 @@ class Trace(Watched):
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
         if self.inside:
+            if name != "__get__" or isinstance(result, Tensor):
+                self.read.update(map(id, tensors_in((args, kwargs))))
             trained = bool(list(self.inside[-1].parameters()))
         else:
             trained = any(self.node(tensor).trained for tensor in tensors_in((args, kwargs)))
@@ -334,6 +343,7 @@ class Trace(Watched):
         if of_leaf:
             if id(result) not in arguments:
                 self.record("module", path, (args, kwargs), result)
+            self.read.clear()
             return
         at, call = self.counted((args, kwargs))
         for i, output in enumerate(tree_leaves(result)):

@@ -98,6 +98,34 @@ class Attention(nn.Module):
         return self.o_proj((o if gate is None else o * self.opened(gate)).flatten(2)), None
 
 
+class Rotary(nn.Module):
+    """Tables of positions, in v's dtype, as Moshi's."""
+
+    def __init__(self):
+        super().__init__()
+        self.frequencies = nn.Buffer(100.0 ** (-torch.arange(0, D, 2) / D).repeat(2), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, v, positions):
+        angles = positions[..., None] * self.frequencies
+        return angles.cos().to(v.dtype), angles.sin().to(v.dtype)
+
+
+class RotaryInside(Attention):
+    """Computes its own rotary tables."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotary_emb = Rotary()
+
+    def rotated(self, q, tables):
+        cos, sin = (table.unsqueeze(1) for table in tables)
+        return q * cos + rotated(q) * sin
+
+    def forward(self, x, positions, attention_mask=None):
+        return super().forward(x, self.rotary_emb(self.heads(self.v_proj(x)), positions), attention_mask)
+
+
 class WithSinks(Attention):
     """Written out as GPT-OSS's: a column of sinks that is left out again, and the maximum taken off."""
 
@@ -593,6 +621,10 @@ def with_tables(x):
     return {"tables": rotary(x)}
 
 
+def with_positions(x):
+    return {"tables": torch.arange(x.shape[1])[None]}
+
+
 def with_tables_and_mask(x):
     return with_tables(x) | with_mask(x)
 
@@ -640,6 +672,7 @@ ARCHITECTURES = {
         lambda: Llama(mlp=Gated(nn.GELU("tanh")), norm=lambda width: RMSNorm(width, 1e-5, plus_one=True)), with_tables
     ),
     "qwen": Architecture(lambda: Llama(Attention(bias=True, norm=RMSNorm)), with_tables),
+    "rotary inside": Architecture(lambda: Llama(RotaryInside()), with_positions),
     "sinks": Architecture(lambda: Llama(WithSinks()), with_tables_and_mask),
     "gated query": Architecture(lambda: Llama(GatedAttention()), with_tables),
     "gated columns": Architecture(lambda: Llama(GatedAttention("columns")), with_tables),
