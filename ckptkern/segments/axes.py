@@ -270,11 +270,12 @@ def _embedding(node, axis, n):
 
 
 def _index(node, axis, n):
-    """Cuts x[:, :, places, ...] with one tensor of indices."""
-    x, (*before, places) = node.args[:2]
+    """Cuts x[:, :, places, ...] with one tensor of indices, or index_select(x, dim, places)."""
+    x, where, *last = node.args
+    *before, places = (*([None] * (where % len(shape_of(x)))), *last) if last else where
     if any(index is not None for index in before) or places.meta["val"].dtype in (torch.bool, torch.uint8):
         return None
-    first, count = len(before), len(shape_of(places))
+    first, count = len(before), 1 if last else len(shape_of(places))
     if first <= axis.dim < first + count:
         return Cut([(x, None), (places, axis.at(axis.dim - first))])
     return Cut([(x, axis if axis.dim < first else axis.at(axis.dim - count + 1)), (places, None)])
@@ -315,7 +316,7 @@ TABLE: dict[Rule, str] = {
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
     _filled: "zeros ones full empty new_zeros new_ones new_full new_empty",
     _embedding: "embedding",
-    _index: "index",
+    _index: "index index_select",
     _part: "part",
     _item: "getitem",
 }

@@ -133,6 +133,7 @@ class Planner:
         """Reads the graph, which runs `times` times."""
         self.workspace, self.slices, self.times = workspace, slices, times
         self.placed: set[fx.Node] = set()  # nodes of later stages
+        self.ends: set[fx.Node] = set()  # matmuls that end a stage
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.given = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
         # parameters, and values computed from parameters only and no larger than these -> the parameters' bytes
@@ -158,7 +159,7 @@ class Planner:
             axes = () if is_list(last) else axes_of(last)
             cut = [stage for axis, n in axes if (stage := self.grown({last: axis}, n)) is not None]
             if cut:
-                best = max(cut, key=lambda stage: (stage.cost, stage.n))
+                best = self.narrowed(max(cut, key=lambda stage: (stage.cost, stage.n)))
                 stage = functools.reduce(self.joined, others[:JOINED], best)
                 stage.results = [node for node in needed if node in stage.nodes]
             else:  # one operator that is not cut, or a call and all its results
@@ -185,6 +186,25 @@ class Planner:
         while name_of(node) in VIEWS:
             node = node.args[0]
         return node
+
+    def taken(self, stage: Stage) -> int:
+        """Returns the bytes that the stage reads from other stages."""
+        return sum(size_of(node) for node in stage.inputs if node not in self.ready)
+
+    def narrowed(self, stage: Stage) -> Stage:
+        """Returns the stage; if it reads more than the workspace, such as scores of all heads by rows, the largest that reads
+        less because an earlier stage ends in one of its matmuls."""
+        (last,), ways = stage.results, list[tuple[int, fx.Node]]()
+        gemms = [node for node in stage.nodes if name_of(node) in GEMMS]
+        for node in gemms[:MOST] if self.taken(stage) > self.workspace else ():
+            self.ends.add(node)
+            other = self.grown({last: stage.axes[last]}, stage.n)
+            if other is not None and self.taken(other) <= self.workspace:
+                ways.append((other.cost, node))
+            self.ends.remove(node)
+        if ways:
+            self.ends.add(max(ways)[1])
+        return self.grown({last: stage.axes[last]}, stage.n) or stage
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result if the two share work, else the stage."""
@@ -217,7 +237,8 @@ class Planner:
             node = heapq.heappop(heap)[1]
             axes = wanted.pop(node)
             cut = None
-            if node not in self.ready and len(axes) == 1 and None not in axes:
+            is_end = node in self.ready or (node in self.ends and node not in roots)
+            if not is_end and len(axes) == 1 and None not in axes:
                 (axis,) = axes
                 cut = followed(node, axis, n)
                 if node not in roots and not all(user in stage.nodes or user in self.placed for user in node.users):

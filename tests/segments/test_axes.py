@@ -164,6 +164,8 @@ def moves(b, s, h, d):
     yield Case("index", lambda x, i: x[i], (x, indices(5, below=b)), {0, 1, 2}, {Axis(0): [None, Axis(0)]})
     chosen = {Axis(0): [Axis(0), None], Axis(2): [None, Axis(1)], Axis(3): [Axis(2), None]}
     yield Case("index", lambda x, i: x[:, i], (x, places), {0, 1, 2, 3}, chosen)
+    chosen = {Axis(0): [Axis(0), None], Axis(2): [None, Axis(0)]}
+    yield Case("index_select", lambda x, i: x.index_select(-1, i), (x, indices(5, below=d)), {0, 1, 2}, chosen)
     yield Case(
         "embedding",
         lambda w, i: F.embedding(i, w),

@@ -67,6 +67,22 @@ class Heads(nn.Module):
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, D))
 
 
+class Relative(nn.Module):
+    """Attention with scores of distances, which are shifted to the rows of their queries (Transformer-XL, XLNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.distances = nn.Parameter(torch.randn(H, D // H, 2 * S))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, _ = x.shape
+        q, k, v = self.qkv(x).view(B, S, 3, H, -1).permute(2, 0, 3, 1, 4)
+        shifted = (q @ self.distances).view(B, H, 2 * S, S)[:, :, 1:].reshape(B, H, S, 2 * S - 1)
+        scores = q @ k.transpose(-1, -2) + shifted.index_select(-1, torch.arange(S))
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, D))
+
+
 class Scan(nn.Module):
     """A state of heads by features, written in place chunk by chunk."""
 
@@ -99,7 +115,14 @@ class Waveform(nn.Module):
         return F.gelu(self.norm(self.apart(h).transpose(1, 2)))
 
 
-LAYERS = {"unknown": Layer, "heads": Heads, "causal": lambda: Heads(mask=True), "scan": Scan, "waveform": Waveform}
+LAYERS = {
+    "unknown": Layer,
+    "heads": Heads,
+    "causal": lambda: Heads(mask=True),
+    "relative": Relative,
+    "scan": Scan,
+    "waveform": Waveform,
+}
 
 
 def step(layer: nn.Module, x: Tensor, run, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -260,6 +283,15 @@ def test_what_is_computed_of_a_small_table_is_cut_and_what_has_no_gradient_gets_
     stage_of = {name_of(result): stage for stage in plan.stages for result in stage.results}
     assert stage_of["embedding"].n == S
     assert stage_of["embedding"].length < S
+
+
+def test_scores_of_all_heads_are_not_stored_for_slices_of_rows():
+    layer, x = Relative(), torch.randn(1, S, D)
+    parts, run = in_parts(layer)
+    step(layer, x, run)
+    (plan,) = parts.plans.values()
+    stored = [name_of(node) for stage in plan.stages for node in stage.results if stages.size_of(node) > 3 * x.nbytes]
+    assert not stored, str(plan)
 
 
 def test_a_value_that_is_read_whole_and_through_a_view():
