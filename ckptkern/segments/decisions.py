@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
@@ -31,6 +32,7 @@ Decision = tuple[str, tuple, Callable, Any]  # name of the function, shape of th
 SELECTS = {"topk": 2, "sort": 1, "max": 1, "min": 1}
 INDICES = ("argsort", "argmax", "argmin", "multinomial", "bucketize", "searchsorted")
 COMPARES = ("gt", "ge", "lt", "le", "eq", "ne")
+ADDS = (torch.index_add, Tensor.index_add, Tensor.index_add_)
 COLUMNS = 256  # columns of the widest comparison that is saved: scores of experts, not features
 
 
@@ -112,6 +114,12 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _without_rows() -> saved_tensors_hooks:
+    """Returns hooks for `ADDS`, which save the rows that they add for their shape."""
+    pack, unpack = _top_hooks(True) or (_same, _same)
+    return saved_tensors_hooks(lambda x: pack(x.new_empty(()).expand_as(x) if x.is_floating_point() else x), unpack)
+
+
 class Decisions(TorchFunctionMode):
     """Saves every decision in forward, or replays it. Both passes gather values, so that autograd saves the same tensors in
     both. hooks: (pack, unpack) of saved-tensor hooks that see the decisions; the region sets them."""
@@ -128,6 +136,9 @@ class Decisions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in ADDS:
+            with _without_rows():
+                return func(*args, **kwargs)
         name = _NAMES.get(func)
         # max and min decide along a dimension, not over all elements or between two tensors
         along = name in ("topk", "sort") or "dim" in kwargs or isinstance((*args, None, None)[1], int)

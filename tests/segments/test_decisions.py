@@ -164,6 +164,22 @@ def test_values_save_where_they_come_from_and_no_scores(select):
     assert torch.autograd.gradgradcheck(squared, small)
 
 
+@pytest.mark.parametrize("add", [torch.index_add, torch.Tensor.index_add, torch.Tensor.index_add_])
+def test_rows_that_are_added_are_saved_for_their_shape(add):
+    places = torch.tensor([3, 0, 3, 1])
+
+    def added(x):
+        return add(torch.zeros(4, D), 0, places, x.sin()).square()
+
+    x = torch.randn(4, D, requires_grad=True)
+    with saved_tensors([x, places]) as saved, ckptkern.saved_decisions()[0]:
+        add(torch.zeros(4, D), 0, places, x * 1)
+    assert saved.bytes <= 8
+    (dx,) = torch.autograd.grad(added(x).sum(), x)
+    y = ckptkern.checkpoint(added, x, context_fn=ckptkern.saved_decisions)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], dx)
+
+
 def test_compiled():
     def call(x, router):
         return topk((x @ router).softmax(-1)).sin() @ router.t() * x
