@@ -265,14 +265,22 @@ def test_groups_of_heads_hold_no_o_across_the_mlps_backward():
     assert full - selective <= 0.5 * TOKENS * WIDTH * 4, (full, selective)
 
 
+def heads_peak(classes: int, workspace: int, **options) -> int:
+    """Bytes of a head's backward."""
+    x, w = (torch.randn(rows, 16, requires_grad=True) for rows in (TOKENS, classes))
+    target = torch.zeros(TOKENS, dtype=torch.long)
+    loss = ckptkern.linear_cross_entropy(x, w, target, recompute="full", workspace=workspace, **options)
+    with peak_memory("cpu") as used:
+        loss.backward()
+    return used.bytes
+
+
 def test_a_softcap_holds_one_chunk_of_logits_more():
     """u beside z, which is written where its gradient goes; the softcap's slope replaces u."""
-    x, w = (torch.randn(rows, 16, requires_grad=True) for rows in (TOKENS, 1024))
-    target, peaks = torch.zeros(TOKENS, dtype=torch.long), []
-    for softcap in (None, 5.0):
-        loss = ckptkern.linear_cross_entropy(x, w, target, softcap=softcap, recompute="full", workspace=1)
-        with peak_memory("cpu") as used:
-            loss.backward()
-        peaks.append(used.bytes)
-    plain, capped = peaks
+    plain, capped = heads_peak(1024, 1), heads_peak(1024, 1, softcap=5.0)
     assert capped - plain <= 1.1 * TOKENS * 256 * 4, (plain, capped)
+
+
+def test_a_heads_workspace_has_room_for_the_gradient_of_x():
+    workspace = 512 * TOKENS * 4
+    assert heads_peak(512, workspace) <= workspace

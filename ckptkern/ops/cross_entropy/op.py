@@ -433,6 +433,9 @@ class LinearCrossEntropy(Op):
             of_all = M * updated.b.shape[1] * (2 * dtype.itemsize + 4 * max(1, dtype.itemsize // 4))
             workspace = None if workspace is None else workspace - workspace // 4 - of_all
 
+        if workspace is not None and needed(needs, X):  # room for dx, which is there with each chunk
+            workspace -= min(M * d * wide.itemsize, workspace // 2)
+
         def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
             here = slice(o.vocab_start + start, o.vocab_start + stop)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
