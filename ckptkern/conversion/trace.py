@@ -136,7 +136,7 @@ class Node:
     "constant"  None: a tensor from outside of torch functions, or from before the call
     "module"    the path of the leaf module that returned it
     "function"  the name of the torch function that returned it
-    "unread"    None: a leaf module takes it for its dtype or device, as rotary embeddings do
+    "unread"    None: a leaf module without parameters takes it for its dtype or device alone, as rotary embeddings do
 
     args, kwargs: those of the call that returned it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls:
@@ -254,7 +254,7 @@ class Trace(Watched):
         self.leaves = {m for m in self.inner if is_leaf(m) or parts_of(m) is not None}
         self.alive: list[object] = []  # so that no id is reused
         self.inside: list[nn.Module] = []  # leaf modules that are running
-        self.read: set[int] = set()  # ids of what their functions take
+        self.taken: dict[int, bool] = {}  # id of what their functions take -> whether for its dtype or device alone
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
         self.calls: list[list] = []  # for each call, the leaves of its arguments that are not tensors
@@ -277,8 +277,8 @@ class Trace(Watched):
         self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
 
         def node(tensor: Tensor) -> Node:
-            is_read = not of_leaf or id(tensor) in self.read
-            return self.node(tensor) if is_read else Node("unread", None, tensor.shape)
+            is_unread = of_leaf and self.taken.get(id(tensor), False)
+            return Node("unread", None, tensor.shape) if is_unread else self.node(tensor)
 
         return len(self.calls) - 1, mapped(node, call)
 
@@ -303,9 +303,10 @@ class Trace(Watched):
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
         if self.inside:
-            if name != "__get__" or isinstance(result, Tensor):
-                self.read.update(map(id, tensors_in((args, kwargs))))
             trained = bool(list(self.inside[-1].parameters()))
+            alone = not trained and isinstance(result, (torch.dtype, torch.device))  # a kernel may read a norm's input
+            for tensor in tensors_in((args, kwargs)):
+                self.taken[id(tensor)] = alone and self.taken.get(id(tensor), True)
         else:
             trained = any(self.node(tensor).trained for tensor in tensors_in((args, kwargs)))
         if trained:
@@ -343,7 +344,7 @@ class Trace(Watched):
         if of_leaf:
             if id(result) not in arguments:
                 self.record("module", path, (args, kwargs), result)
-            self.read.clear()
+            self.taken.clear()
             return
         at, call = self.counted((args, kwargs))
         for i, output in enumerate(tree_leaves(result)):

@@ -380,7 +380,35 @@ class Shifted(nn.Module):
         return F.layer_norm(x, x.shape[-1:], None, self.bias)
 
 
+class Stretched(architectures.Rotary):
+    """Tables that differ for long sequences, whose length v's shape tells."""
+
+    def forward(self, v, positions):
+        return super().forward(v, positions / 2 if v.shape[2] > WIDTH else positions)
+
+
+class Inside(architectures.RotaryInside):
+    def __init__(self):
+        super().__init__()
+        self.rotary_emb = Stretched()
+
+
+class Kernel(architectures.RMSNorm):
+    """A norm whose kernel no mode of torch functions sees."""
+
+    def forward(self, x):
+        with torch._C.DisableTorchFunction():
+            y = super().forward(x)
+        return y.to(x.dtype)
+
+
+def at_positions(S):
+    return tokens(2, S), {"tables": torch.arange(S)[None]}
+
+
 NEAR_MISSES |= {
+    "tables of a shape": miss(at_positions(2 * WIDTH), kind=lambda: Llama(Inside()), example=at_positions(6)),
+    "a norm's kernel": miss(kind=lambda: Llama(norm=Kernel), fused=True),
     "a norm without a weight": miss(kind=lambda: Llama(norm=Shifted), fused=True),
     "a host read": with_mlp(lambda mlp, x: limited(Gated.forward(mlp, x))),
     "changes its attributes": with_mlp(counting),
