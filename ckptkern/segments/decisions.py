@@ -136,7 +136,8 @@ class Decisions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in ADDS:
+        # Dynamo does not trace these hooks, and torch.func's gradients allow none
+        if func in ADDS and not torch.compiler.is_compiling() and are_allowed():
             with _without_rows():
                 return func(*args, **kwargs)
         name = _NAMES.get(func)
@@ -193,6 +194,7 @@ _Caching, _Holder = torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
 def with_hooks(contexts: tuple | None, respect: bool | None) -> tuple | None:

@@ -180,6 +180,16 @@ def test_rows_that_are_added_are_saved_for_their_shape(add):
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], dx)
 
 
+def test_rows_that_are_added_where_no_hooks_are_allowed():
+    def added(x):
+        with ckptkern.saved_decisions()[0]:
+            return torch.zeros(4, D).index_add(0, torch.arange(4), x.sin()).sum()
+
+    x = torch.randn(4, D)
+    assert torch.equal(torch.func.grad(added)(x), x.cos())
+    assert torch.equal(torch.compile(added, backend="eager", fullgraph=True)(x), added(x))
+
+
 def test_compiled():
     def call(x, router):
         return topk((x @ router).softmax(-1)).sin() @ router.t() * x
