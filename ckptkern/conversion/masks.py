@@ -132,10 +132,10 @@ def mask_function(
 
 
 def by_rows(function: Callable[..., Tensor], batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Computes a mask function of transformers a part of the rows at a time: of differences of places, [S, S] takes more than
-    the mask. The arguments broadcast; rows: [1, 1, S, 1]."""
+    """Evaluates a mask function of transformers for a sixteenth of the rows at a time, because differences of positions, in
+    int64, take more than the mask. Arguments: positions that broadcast to [B, H, S, S]; rows: [1, 1, S, 1]."""
     one, two = (function(batch, head, rows[:, :, :count], keys) for count in (1, 2))
-    if one.shape == two.shape:  # of no row's place
+    if one.shape == two.shape:  # the mask is the same for all rows, or there is one row
         return function(batch, head, rows, keys)
     return torch.cat([function(batch, head, part, keys) for part in rows.chunk(16, 2)], 2)
 

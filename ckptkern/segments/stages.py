@@ -192,19 +192,22 @@ class Planner:
         return sum(size_of(node) for node in stage.inputs if node not in self.ready)
 
     def narrowed(self, stage: Stage) -> Stage:
-        """Returns the stage; if it reads more than the workspace, such as scores of all heads by rows, the largest that reads
-        less because an earlier stage ends in one of its matmuls."""
-        (last,), ways = stage.results, list[tuple[int, fx.Node]]()
-        gemms = [node for node in stage.nodes if name_of(node) in GEMMS]
-        for node in gemms[:MOST] if self.taken(stage) > self.workspace else ():
+        """Returns the stage. If it reads more than the workspace from other stages, such as scores of all heads: the costliest
+        stage of the same result that reads less, because an earlier stage ends in one of its matmuls."""
+        if self.taken(stage) <= self.workspace:
+            return stage
+        (last,), ways = stage.results, []
+        for node in [node for node in stage.nodes if name_of(node) in GEMMS][:MOST]:
             self.ends.add(node)
             other = self.grown({last: stage.axes[last]}, stage.n)
             if other is not None and self.taken(other) <= self.workspace:
-                ways.append((other.cost, node))
+                ways.append((other.cost, node, other))
             self.ends.remove(node)
-        if ways:
-            self.ends.add(max(ways)[1])
-        return self.grown({last: stage.axes[last]}, stage.n) or stage
+        if not ways:
+            return stage
+        _, node, stage = max(ways, key=lambda way: way[0])
+        self.ends.add(node)
+        return stage
 
     def joined(self, stage: Stage, other: fx.Node) -> Stage:
         """Returns the stage with another result if the two share work, else the stage."""
