@@ -226,6 +226,15 @@ def _forgets_accelerate() -> Iterator[None]:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For peaks: torch's flash kernel for CPUs allocates a buffer for each thread, which no workspace bounds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param

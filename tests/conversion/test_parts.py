@@ -126,9 +126,7 @@ def converted(name: str) -> tuple[nn.Module, ckptkern.Conversion]:
     return model, conversion
 
 
-def test_an_unknown_layer_peaks_within_the_workspace_of_a_known_one(request):
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)  # torch's flash kernel for CPUs allocates a buffer for each
+def test_an_unknown_layer_peaks_within_the_workspace_of_a_known_one(one_thread):
     x, peaks = torch.randn(1, 2048, D), {}
     for name in KINDS:
         model, _ = converted(name)

@@ -199,7 +199,7 @@ BOUNDED.remove("scaled_dot_product_attention")  # test_query_blocks.py
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("entry", each(BOUNDED))
-def test_the_workspace_counts_what_a_pass_holds(entry: Entry, backend: str, monkeypatch):
+def test_the_workspace_counts_what_a_pass_holds(entry: Entry, backend: str, monkeypatch, one_thread):
     """With room for four of the smallest chunks forward takes no fifth, and backward neither; of each option, modes in turn.
 
     Kernels are not run, with every second option: they are what their launchers allocate. "none" is left out: in attention it

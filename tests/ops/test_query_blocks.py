@@ -1,7 +1,5 @@
 """Attention in PyTorch ops, a block of queries at a time: what it never writes out, and which columns it reads."""
 
-import functools
-
 import pytest
 import torch
 from support.cases import Watch
@@ -24,29 +22,23 @@ WITHOUT_SCORES = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_SCORES)
-def test_scores_are_never_written_out(name):
+def test_scores_are_never_written_out(name, one_thread):
     """Above what the caller holds: the output, the logsumexp, the gradients, and 1 MiB, where one [B, H, Sq, Sk] has 16."""
-    leaves, dy, threads = torch.randn(3, 1, 4, S, D).requires_grad_(), torch.ones(1, 4, S, D), torch.get_num_threads()
+    leaves, dy = torch.randn(3, 1, 4, S, D).requires_grad_(), torch.ones(1, 4, S, D)
 
     def step():
         y = ckptkern.scaled_dot_product_attention(*leaves.unbind(), **WITHOUT_SCORES[name], workspace="1MiB")
         torch.autograd.grad(y, [leaves, *TRAINED.values()], dy, allow_unused=True)
 
-    torch.set_num_threads(1)  # torch's flash kernel for CPUs allocates a buffer for each
-    try:
-        step()  # first calls allocate for good
-        with peak_memory("cpu") as peak:
-            step()
-    finally:
-        torch.set_num_threads(threads)
+    step()  # first calls allocate for good
+    with peak_memory("cpu") as peak:
+        step()
     gradients, output, lse, delta = 2 * leaves.nbytes, dy.nbytes, 4 * 4 * S, 4 * 4 * S + 2 * dy.nbytes
     assert peak.bytes <= gradients + output + lse + delta + 2**20 + 2**17
 
 
-def test_heads_of_k_are_not_repeated(request):
+def test_heads_of_k_are_not_repeated(one_thread):
     """For query heads that share a head of k and v, in a workspace that has no room for that."""
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)  # torch's flash kernel for CPUs allocates a buffer for each
     q, k, v = (torch.randn(1, heads, 512, 32, requires_grad=True) for heads in (8, 1, 1))
     with peak_memory("cpu") as peak:
         y = ckptkern.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, workspace="256KiB")

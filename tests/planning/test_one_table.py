@@ -51,7 +51,7 @@ def peaks_of(model, device):
     return report.peaks["full"], plan.table.measured(plan.table.uniform("full")), frontier.tried[TOKENS]
 
 
-def test_they_say_what_a_step_takes(config):
+def test_they_say_what_a_step_takes(config, one_thread):
     model = with_gradients(models.built(config, torch.float32, "cpu"))
     with ckptkern.workspace(WORKSPACE):
         conversion = ckptkern.convert(model, **call(TOKENS, "cpu"), recompute="full")

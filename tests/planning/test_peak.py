@@ -36,11 +36,8 @@ def workspaces(model):
 
 
 @pytest.mark.slow
-def test_a_smaller_workspace(monkeypatch, request):
+def test_a_smaller_workspace(monkeypatch, one_thread):
     """It meets a budget that modes alone do not, or leaves room for a quicker mode."""
-    # torch's kernels take memory for each thread, which no workspace bounds: the least is 0.67 with one, 0.77 with two
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)
     monkeypatch.setattr("ckptkern.planning.search.SMALLER", 2)
     model, x = layers(), sequence()
     model[1].workspace = 512
@@ -187,7 +184,7 @@ def test_grouped_matmuls_count():
 
 
 @pytest.mark.slow
-def test_what_stands_at_the_peak():
+def test_what_stands_at_the_peak(one_thread):
     plan = ckptkern.plan(layers(), sequence(), budget="1GiB")
     text, largest = str(plan), plan.standing[0]
     assert f"\npeak of a step: {memory.format_size(plan.peak)} of a budget of 1 GiB\n" in text
