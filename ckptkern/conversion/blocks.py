@@ -27,7 +27,7 @@ from ..nn.unmodified import runs_class_forward
 from ..segments.recorded import drawn_elsewhere
 from .binding import ORIGINAL_CLASS, Forward, General
 from .check import ROUNDING, TOLERANCE, difference, random_parameters, results, wide
-from .protection import seeded, unmoved
+from .protection import SEED, seeded, unmoved
 from .recorder import Saved, Step, step_of
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings, tensors_in
 
@@ -83,14 +83,13 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
         if filled := dict(set(held_by(module)) - set(before)):
             raise Unreadable(f"a checkpoint is not possible either: its forward fills {next(iter(filled))}")
         if states != (drawn := drawn_elsewhere()):
-            args, kwargs = mapped(wide, call)
-            with torch.no_grad():
-                run(*args, **kwargs)
-        if drawn not in (states, drawn_elsewhere()):  # a forward that sets the seed itself ends in the same state again
-            raise Unreadable(
-                "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
-                "recompute samples others. Draw from torch's"
-            )
+            torch.manual_seed(SEED)
+            again = results(outputs, flat, x)  # a forward that seeds what it draws begins in any state
+            if drawn != drawn_elsewhere() or not difference(again[:1], tensors[:1]) <= TOLERANCE:
+                raise Unreadable(
+                    "a checkpoint is not possible either: its forward draws from Python's or NumPy's random numbers, and a "
+                    "recompute samples others. Draw from torch's"
+                )
         left = [b.detach().clone() for b in module.buffers() if b.numel() and b.itemsize > 1]
         return tensors, [*left, *settings(module)]
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -28,9 +27,9 @@ from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import VIEWS, Axis, argument, name_of, resized, shape_of
 from .decisions import DECIDES
-from .recorded import Changed, Recording, filled, taken, traced_calls, unchanged, undrawn
+from .recorded import Changed, Recording, filled, recorded, taken
 from .slices import in_slices
-from .stages import Call, Planner, Stage, Uncut, bytes_of, is_list, size_of
+from .stages import Planner, Stage, Uncut, bytes_of, is_list, size_of
 from .tiled import is_transformed
 from .unread import Unread, when_read
 
@@ -161,6 +160,7 @@ class Plan:
     writes: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     # results that are computed when they are read, by place
     unread: dict[int, fx.Node] = field(default_factory=dict)
+    ends: dict[Callable, tuple] = field(default_factory=dict)  # states in which it leaves generators that it seeds
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.stages))
@@ -230,6 +230,9 @@ class Parts:
         with torch.no_grad():
             for node, of in plan.writes:
                 node.target(values[of].data, *node.args[1:], **node.kwargs)
+        if torch._C._current_graph_task_id() == -1:  # not in a recompute
+            for put, state in plan.ends.items():
+                put(state)
         for stage in plan.stages:
             run_stage(stage, values, modules)
         leaves = list(fx.map_arg(plan.output.args[0], values.__getitem__))
@@ -258,10 +261,12 @@ class Parts:
             return None
         kinds += [(name, tensor if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in own]
         key = (spec, workspace, later, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
+        keys = key, (key, module)  # modules that are alike may set other seeds
         with _planning:
-            if key in self.plans:
-                self.plans[key] = plan = self.plans.pop(key)  # the last to be forgotten
-                return plan
+            for key in keys:
+                if key in self.plans:
+                    self.plans[key] = plan = self.plans.pop(key)  # the last to be forgotten
+                    return plan
             plan = None
             try:
                 with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -272,7 +277,7 @@ class Parts:
                     return None
             except Exception as error:  # any error of a forward on fake tensors
                 self.why = str(error) if isinstance(error, Uncut) else f"{type(error).__name__}: {error}"
-            self.plans[key] = plan
+            self.plans[keys[bool(plan and plan.ends)]] = plan
             if len(self.plans) > PLANS:
                 del self.plans[next(iter(self.plans))]
             return plan
@@ -340,22 +345,20 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
         result, plan.spec = tree_flatten((result, shared))
         return result
 
-    mode, calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
-    with undrawn(), unchanged(module), traced_calls(calls):
-        fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
-        functional = torch.func.functionalize(forward)
-        graph_module = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-        paths = {m: path for path, m in module.named_modules()}
-        held = {
-            id(value): (path, kind, name)
-            for m, path in paths.items()
-            for kind in ("_parameters", "_buffers")
-            for name, value in getattr(m, kind).items()
-        }
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
+    graph_module, calls, plan.ends = recorded(module, forward, fakes)
+    paths = {m: path for path, m in module.named_modules()}
+    held = {
+        id(value): (path, kind, name)
+        for m, path in paths.items()
+        for kind in ("_parameters", "_buffers")
+        for name, value in getattr(m, kind).items()
+    }
     graph = graph_module.graph
     plan.output = graph.output_node()
     first, *others = plan.output.args[0]
-    if later and isinstance(first, fx.Node):
+    if later and not plan.ends and isinstance(first, fx.Node):
         # not a router's, which a loss may read
         plan.unread = {
             i: node for i, node in enumerate(others, 1) if is_probabilities(node) and size_of(node) > size_of(first)

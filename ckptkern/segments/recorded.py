@@ -16,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -32,6 +33,9 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+
+
+SEEDS = 1000001517, 1000005091  # Python's and NumPy's numbers begin near 0, and near 1: a choice by chance differs
 
 
 class Place(int):
@@ -93,32 +97,13 @@ _library.define("stopped(Tensor x) -> Tensor")
 torch.library.register_fake("ckptkern::stopped", torch.empty_like, lib=_library)
 
 
-def drawn_elsewhere() -> tuple:
-    """Returns the states of Python's and NumPy's global generators, which a recompute does not restore."""
-    numpy = sys.modules.get("numpy.random")
-    _, keys, *others = ((), ()) if numpy is None else numpy.get_state()
-    return random.getstate(), list(keys), others
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Restores Python's and NumPy's global generators afterwards, and raises Uncut if the block drew from them, whose numbers
-    would be constants of a plan."""
-    numpy = sys.modules.get("numpy.random")
-    state, of_numpy = random.getstate(), numpy and numpy.get_state()
-    random.random()  # a forward that sets the seed itself would else end where its last call did
-    if numpy:
-        numpy.random()
-    before = drawn_elsewhere()
-    try:
-        yield
-    finally:
-        after = drawn_elsewhere()
-        random.setstate(state)
-        if numpy:
-            numpy.set_state(of_numpy)
-    if before != after:
-        raise Uncut("its forward draws from Python's or NumPy's random numbers")
+def drawn_elsewhere() -> dict[Callable, tuple]:
+    """Returns the states of Python's and NumPy's global generators, which a recompute does not restore, by their setters."""
+    states: dict[Callable, tuple] = {random.setstate: random.getstate()}
+    if numpy := sys.modules.get("numpy.random"):
+        kind, keys, *others = numpy.get_state()
+        states[numpy.set_state] = kind, tuple(keys), *others
+    return states
 
 
 CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that matches gives the methods
@@ -164,6 +149,31 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
     if changed:
         raise Changed("its forward changes what a module stores")
+
+
+def recorded(module: nn.Module, function: Callable, fakes: list[Tensor]) -> tuple[fx.GraphModule, list[Call], dict]:
+    """Records a function of the module. Returns (the graph, its calls, the states in which it leaves generators that it seeds).
+    Raises Uncut if it does not seed what it draws from Python's or NumPy's, which would be constants of a plan."""
+    was, runs = drawn_elsewhere(), []
+    trace = make_fx(torch.func.functionalize(function), tracing_mode="fake", _allow_non_fake_inputs=True)
+    try:
+        for seed in SEEDS:
+            for generators in filter(None, (random, sys.modules.get("numpy.random"))):
+                generators.seed(seed)
+            before, calls = drawn_elsewhere(), list[Call]()
+            with unchanged(module), traced_calls(calls):
+                graph = trace(*fakes)
+            ends = {put: state for put, state in drawn_elsewhere().items() if state != before.get(put)}
+            if not ends:
+                return graph, calls, ends
+            runs.append((graph, calls, ends))
+    finally:
+        for put, state in was.items():
+            put(state)
+    one, other = ((graph.code, *others) for graph, *others in runs)
+    if one != other or not all(map(torch.equal, *(graph.state_dict().values() for graph, *_ in runs))):
+        raise Uncut("its forward draws from Python's or NumPy's random numbers")
+    return runs[0]
 
 
 def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:

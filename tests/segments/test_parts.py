@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ckptkern.segments import stages
 from ckptkern.segments.axes import name_of
 from ckptkern.segments.decisions import Decisions
 from ckptkern.segments.parts import Parts
-from ckptkern.segments.recorded import is_traced, traced_call, undrawn
+from ckptkern.segments.recorded import is_traced, traced_call
 
 D, H, S = 32, 4, 96
 
@@ -371,12 +372,60 @@ def test_what_samples_or_writes_is_not_cut():
             assert layer.count.tolist() == [4, 4, 4]
 
 
-def test_numbers_that_numpy_holds_back_are_drawn_too():
+class Seeding(Layer):
+    """Sets a seed of NumPy's generator and reads what it draws, after a number of Python's in one of these ways."""
+
+    def __init__(self, seed: int, reads: str = ""):
+        super().__init__()
+        self.seed, self.reads = seed, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        numpy = pytest.importorskip("numpy")
+        number = random.random() if self.reads else 0.5
+        if self.reads == "in a constant":
+            x = x * torch.tensor(number)
+        if self.reads == "in a call":
+            x = traced_call(None, torch.mul, (x, number), {}) if is_traced() else x * number
+        if self.reads == "to choose" and number < 0.3:
+            x = x.sin()
+        if self.reads != "without a seed":
+            random.seed(0)
+        numpy.random.seed(self.seed)
+        order = numpy.random.permutation(D)
+        numpy.random.normal()  # draws two numbers, and holds one back
+        return super().forward(x[..., torch.tensor(order, dtype=torch.long)])
+
+
+def test_numbers_that_a_forward_draws_from_its_own_seed_are_recorded():
     numpy = pytest.importorskip("numpy")
-    numpy.random.seed(0)
-    numpy.random.normal()  # which draws two
-    with pytest.raises(stages.Uncut, match="NumPy's random numbers"), undrawn():
-        numpy.random.normal()
+    torch.manual_seed(0)
+    x, parts = torch.randn(1, S, D), Parts()
+    for seed in (1, 2):
+        layer, states = Seeding(seed), []
+
+        def run(x, layer=layer):
+            return parts(layer, 2**16, (x,), {})
+
+        for forward in (layer, lambda x, run=run: ckptkern.checkpoint(run, x)):
+            random.seed(3)
+            y = forward(x)
+            states.append(str((random.getstate(), numpy.random.get_state())))
+            numpy.random.seed(4)
+            before = numpy.random.random(), numpy.random.seed(4)
+            y.sum().backward()
+            assert (numpy.random.random(), None) == before, "a recompute draws nothing"
+        assert states[0] == states[1]
+        assert_close(step(layer, x, run), step(layer, x, layer.forward))
+    assert len(parts.plans) == 2, "each layer has its own numbers"
+    assert all(plan and plan.ends for plan in parts.plans.values()), parts.why
+
+
+@pytest.mark.parametrize("reads", ["in a constant", "in a call", "to choose", "without a seed"])
+def test_a_forward_that_draws_without_a_seed_of_its_own_is_not_cut(reads):
+    parts, run = in_parts(Seeding(1, reads))
+    run(torch.randn(1, S, D))
+    assert list(parts.plans.values()) == [None]
+    assert "NumPy's random numbers" in parts.why
 
 
 def test_a_length_is_planned_once_and_a_copy_plans_anew():
