@@ -38,7 +38,8 @@ Loss = Callable[[Any], Tensor]  # from a model's outputs to the scalar that a st
 Saved = dict[StorageWeakRef, int]  # bytes of storages
 Names = dict[StorageWeakRef, "tuple | None"]  # of storages; None: of a parameter or buffer
 Place = tuple[str, int, int]  # "in" or "out", the tensor among the leaves, and the storage among its parts
-SELDOM = 16  # ops between searches for freed storages
+SELDOM = 16  # ops between searches for freed storages, and more with many tensors: a search takes time for each
+MANY = 4096  # tensors, of a loop over tokens, with which a peak is known to 1/512
 
 
 class Alive(NamedTuple):
@@ -87,7 +88,7 @@ class Step(TorchDispatchMode):
     alone saves stays allocated, as if it were differentiated inside; without it, a model that does not fit may be measured."""
 
     bytes = peak = highest = start = 0  # highest: of the stretch
-    flops = ops = ops_of_forward = gradients = 0
+    flops = ops = next = ops_of_forward = gradients = 0
     seconds, loss = 0.0, None
     backward = False
     region: int | None = None
@@ -117,8 +118,10 @@ class Step(TorchDispatchMode):
         if formula := FLOPS.get(func._overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         self.ops += 1
-        if self.bytes > self.highest or self.ops % SELDOM == 0:  # freed storages may have lowered it
+        slack = (self.highest >> 9) * (len(self.alive) > MANY)
+        if self.bytes > self.highest + slack or self.ops >= self.next:  # freed storages may have lowered it
             self.heights.append(self.now())
+            self.next = self.ops + max(SELDOM, len(self.alive) // SELDOM)
             self.highest = max(self.highest, self.bytes)
             if self.bytes > self.peak:
                 self.peak, self.at_peak = self.bytes, [alive for _, alive in self.alive.values()]

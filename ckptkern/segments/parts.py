@@ -26,10 +26,11 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import VIEWS, Axis, argument, name_of, resized, shape_of
+from .checkpoint import checkpoint
 from .decisions import DECIDES
 from .recorded import Changed, Recording, filled, recorded, taken
 from .slices import in_slices
-from .stages import Planner, Stage, Uncut, bytes_of, is_list, size_of
+from .stages import Planner, Stage, Uncut, bytes_of, in_turn, is_list, size_of
 from .tiled import is_transformed
 from .unread import Unread, when_read
 
@@ -142,7 +143,9 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
             preserve_rng_state=False,
         )
     else:
-        results = compute(1, *(inner[node] for node, _ in stage.reads))
+        parts = [inner[node] for node, _ in stage.reads]
+        run_again = functools.partial(checkpoint, functools.partial(compute, 1), preserve_rng_state=False)
+        results = run_again(*parts) if stage.again else compute(1, *parts)
     values.update(zip(stage.results, results, strict=True))
 
 
@@ -314,11 +317,14 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
         ends = [copies[node] for node in stage.results]
         graph.output(ends)
         within = times * stage.n // stage.length
-        with contextlib.suppress(Uncut):
-            inner = Planner(graph, workspace, times=within).plan()
-            plan_inside(inner, mode, workspace, depth + 1, within)
-            if len(inner) > 1:
-                stage.inside = [*placeholders.values()], inner, ends
+        inner = []
+        if stage.length < stage.n:
+            with contextlib.suppress(Uncut):
+                inner = Planner(graph, workspace, times=within).plan()
+                plan_inside(inner, mode, workspace, depth + 1, within)
+        inner = inner if len(inner) > 1 else in_turn(list(copies.values()), workspace)
+        if len(inner) > 1:
+            stage.inside = [*placeholders.values()], inner, ends
 
 
 def is_probabilities(node) -> bool:
@@ -366,8 +372,15 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
     plan.output.args = ([first, *(None if i in plan.unread else node for i, node in enumerate(others, 1))],)
     graph.eliminate_dead_code()
     plan.inputs = graph.find_nodes(op="placeholder")
+    same: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         name, target = name_of(node), node.target
+        if node.op == "get_attr" or (name in VIEWS and all(of.op == "get_attr" for of in node.all_input_nodes)):
+            first = same.setdefault(f"{target} {node.args} {node.kwargs}", node)
+            if first is not node:  # else each step of a loop would have a weight, and a gradient, of its own
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+                continue
         if name == "part":
             node.meta["call"] = call = calls[node.args[2]]
             call.path = paths.get(call.module)
@@ -403,7 +416,10 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
             node.target = other
         elif torch.Tag.nondeterministic_seeded in target.tags and argument(node, "dropout_p") != 0:  # samples
             raise Uncut(f"{target} cannot run in slices")
-    plan.stages = Planner(graph, workspace, slices).plan()
+    try:
+        plan.stages = Planner(graph, workspace, slices).plan()
+    except Uncut:  # no axis, as of a loop over tokens that mixes channels
+        plan.stages = in_turn([node for node in graph.nodes if node.op == "call_function"], workspace)
     if not slices:
         plan_inside(plan.stages, mode, workspace)
     plan.cost = sum(bytes_of(node) for node in graph.nodes if node.op == "call_function")

@@ -66,11 +66,29 @@ class Stage:
     length: int = 1  # entries of a slice
     # inputs, stages and results of a slice that does not fit the workspace
     inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
+    again: bool = False  # runs at once, and again in backward
+
+    @classmethod
+    def whole(cls, nodes: list[fx.Node], results: list[fx.Node], again: bool = False) -> Stage:
+        """Returns a stage of these nodes, in order, that runs at once."""
+        stage = cls(results=results, again=again)
+        stage.nodes = {node: Cut([(source, None) for source in node.all_input_nodes]) for node in nodes}
+        read = (source for node in nodes for source in node.all_input_nodes)
+        stage.inputs = {source: {None} for source in read if source not in stage.nodes}
+        return stage
 
     @property
     def reads(self) -> list[tuple[fx.Node, Axis | None]]:
         """Returns each input, with each axis along which slices read it."""
         return [(node, axis) for node, axes in self.inputs.items() for axis in axes]
+
+    def find_last(self) -> Stage:
+        """Sets `last`."""
+        readers = {source: node for node in self.nodes for source in node.all_input_nodes if source in self.nodes}
+        for source, node in readers.items():
+            if source not in self.results:
+                self.last.setdefault(node, []).append(source)
+        return self
 
     @property
     def cost(self) -> int:
@@ -126,6 +144,23 @@ def call_of(node: fx.Node) -> fx.Node | None:
     return source if name_of(source) == "part" else None
 
 
+def in_turn(nodes: list[fx.Node], workspace: int) -> list[Stage]:
+    """Returns stages of successive nodes whose values fit the workspace, such as some steps of a loop over tokens."""
+    runs, cost = [[]], 0
+    for node in nodes:
+        cost += bytes_of(node)
+        if cost > workspace and name_of(node) != "getitem":
+            runs.append([])
+            cost = bytes_of(node)
+        runs[-1].append(node)
+    stages = []
+    for run in runs:
+        own = set(run)
+        results = [node for node in run if not own.issuperset(node.users) and not is_list(node)]
+        stages.append(Stage.whole(run, results, again=True).find_last())
+    return stages
+
+
 class Planner:
     """Cuts a graph into stages, from its end backwards."""
 
@@ -165,15 +200,7 @@ class Planner:
             else:  # one operator that is not cut, or a call and all its results
                 call = call_of(last)
                 results = [node for node in needed if node is last or (call and call_of(node) is call)]
-                stage = Stage(results=results)
-                for node in (call or last, *results):
-                    stage.nodes[node] = Cut([(source, None) for source in node.all_input_nodes])
-                stage.inputs = {
-                    source: {None}
-                    for node in stage.nodes
-                    for source in node.all_input_nodes
-                    if source not in stage.nodes
-                }
+                stage = Stage.whole(list(dict.fromkeys((call or last, *results))), results)
             bases = self.finish(stage)
             stages.append(stage)
             self.placed.update(stage.nodes)
@@ -312,10 +339,7 @@ class Planner:
             else:
                 bases.add(node)
         stage.before = sorted(before)
-        readers = {source: node for node in stage.nodes for source in node.all_input_nodes if source in stage.nodes}
-        for source, node in readers.items():
-            if source not in stage.results:
-                stage.last.setdefault(node, []).append(source)
+        stage.find_last()
         if stage.axes:
             rows = [shape_of(node)[0] // stage.n for node in stage.nodes if name_of(node) in ("mm", "addmm")]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
