@@ -214,7 +214,7 @@ def _torchao(parts, layout, dtype):
     own, target, *block = layout.numbers
     own, block = getattr(torch, own), block[-len(layout.shape) :]
 
-    def of(parts: Sequence[Tensor]) -> Tensor:
+    def of(parts):
         if layout.kind == "int8":
             weight = quantization.Int8Tensor(*parts[:2], block, own, *parts[2:])
         elif layout.kind == "float8":
@@ -265,7 +265,7 @@ def _block_fp8(parts, layout, dtype):
     data, scales = parts
     columns = torch.arange(data.shape[1], device=data.device) // BLOCK
 
-    def rows_of(rows: slice) -> Tensor:
+    def rows_of(rows):
         own = scales[rows.start // BLOCK : -(-rows.stop // BLOCK)].float()
         own = own[:, columns].repeat_interleave(BLOCK, 0)[: rows.stop - rows.start]
         return data[rows].float().mul_(own)
@@ -278,7 +278,7 @@ def _mxfp4(parts, layout, dtype):
     blocks, scales = parts
     table = torch.tensor([sign * value for sign in (1, -1) for value in FP4], dtype=torch.float32, device=blocks.device)
 
-    def rows_of(rows: slice) -> Tensor:
+    def rows_of(rows):
         own = blocks[rows]
         values = table[torch.stack((own & 15, own >> 4), -1).int()].flatten(2)
         return torch.ldexp(values, scales[rows].int()[..., None] - 127).flatten(1)

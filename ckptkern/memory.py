@@ -195,7 +195,7 @@ def counting(save: Callable[[Tensor], None], hold: bool = True) -> Iterator[None
     """Calls save(tensor) for each tensor that is saved for backward. hold=False: nothing is held, so that a model that does
     not fit can be counted; it has no backward."""
 
-    def pack(tensor: Tensor) -> Stays | None:
+    def pack(tensor):
         save(tensor)
         return Stays(tensor) if hold else None
 
@@ -229,7 +229,7 @@ def saved_tensors(exclude: nn.Module | Iterable[Tensor] = ()) -> Iterator[SavedT
         exclude = [*exclude.parameters(), *exclude.buffers()]
     seen = set(storages_of(exclude))
 
-    def save(tensor: Tensor) -> None:
+    def save(tensor):
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
             key = StorageWeakRef(storage)

@@ -70,7 +70,7 @@ def training_step(module: nn.Module, run: Callable, call: Call) -> tuple[list[Te
     elsewhere than in torch.
     """
 
-    def outputs(flat: list) -> Tensor:
+    def outputs(flat):
         args, kwargs = recomputed(call, iter(flat))
         values = [tensor.flatten() for tensor in tensors_in(run(*args, **kwargs))]
         return torch.cat([value for value in values if value.requires_grad])
@@ -192,13 +192,13 @@ class Record(Step):
         self.saves += self.others(tensor).items()
 
     def watch(self, i: int, name: str, module: nn.Module) -> list:
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        def enter(module, args, kwargs):
             called = Called(module, len(self.saves), self.others((args, kwargs)), self.writes)
             self.called.append(called)
             self._stack[-1].inner.append(called)
             self._stack.append(called)
 
-        def leave(module: nn.Module, args: tuple, output) -> None:
+        def leave(module, args, output):
             self._stack.pop().stop = len(self.saves)
 
         return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
@@ -316,7 +316,7 @@ class Cuts:
         seen: set[Any] = set()
         height = peak = done = 0
 
-        def save(saved: Iterable[tuple[Any, int]]) -> None:
+        def save(saved):
             nonlocal height, peak
             for key, size in saved:
                 height += 0 if key in seen else size

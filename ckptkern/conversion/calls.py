@@ -232,7 +232,7 @@ class Form:
         """Returns a call like the example, of zeros, in the module's present dtype and on its present device."""
         parameter = next(self.module.parameters())
 
-        def zeros(like: Tensor) -> Tensor:
+        def zeros(like):
             dtype = parameter.dtype if like.is_floating_point() else like.dtype
             return torch.zeros(like.shape, dtype=dtype, device=parameter.device)
 

@@ -63,7 +63,7 @@ def replacing(
 def random_parameters(module: nn.Module) -> Iterator[None]:
     """Sets random parameters for a while. Parameters and buffers are then in float32 at least."""
 
-    def random_like(parameter: Tensor) -> Tensor:
+    def random_like(parameter):
         """Returns random values at which scores and activations are of order 1, so that a wrong scale shows."""
         parameter = Frozen(parameter) if is_quantised(parameter) else stood_for.get(id(parameter), parameter)
         values = parameter.detach()

@@ -154,7 +154,7 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
         is_input = node.kind == "argument" and node.source == reading.x
         return is_known and not is_input and all(map(is_free, node.inputs))
 
-    def value_of(node: Node) -> Result | Argument | Weight:
+    def value_of(node):
         if not is_free(node):
             raise Unreadable("a scale, a gate or a bias is computed from the input")
         if node.kind == "unread":
@@ -176,7 +176,7 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
         return step_of(node)
 
-    def step_of(call: Node) -> Result:
+    def step_of(call):
         """Adds the step of this call, and returns its Result."""
         of = call.source if call.kind == "module" else call.function
         inner = module.get_submodule(of).modules() if of is call.source else ()
@@ -191,7 +191,7 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
             steps[call.at] = Step(of, args, kwargs, call.apart)
         return Result(call.at, call.output)
 
-    def leaf_of(value: Any, place: tuple[int, int]) -> Any:
+    def leaf_of(value, place):
         if isinstance(value, Node):
             return value_of(value)
         if isinstance(value, torch.device):

@@ -70,7 +70,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
     calls: dict[nn.Module, dict[tuple, Call]] = {}
     seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def before(module, args, kwargs):
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
         with torch._C.DisableTorchFunction():  # `Ran` would note parameters whose dtype is read
             own, call = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
@@ -202,7 +202,7 @@ class _Conversion:
         row = Row(name, class_of(module).__name__, f"ckptkern.nn.{drop_in.__name__}")
         call = next(iter(self.calls.get(module, ())), None)
 
-        def put() -> None:
+        def put():
             forward, row.saved_before = Own(module, self.recompute), saved_by(module, module.forward, call)
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
@@ -222,7 +222,7 @@ class _Conversion:
         x, head = self.heads.before_heads[module]
         row, forward = tiled(name, module, x, self.mlp, head=head) or (None, None)
 
-        def put() -> None:
+        def put():
             self.set(row, module, forward)
             if head:
                 self.visit(f"{name}.{head}", module.get_submodule(head))
@@ -266,7 +266,7 @@ class _Conversion:
             forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(call))[segment.x]
 
-        def put() -> None:
+        def put():
             row.saved_before = saved_by(module, module.forward, call, x)
             self.set(row, module, forward)
             row.saved_after = saved_by(module, forward, call, x)
@@ -295,7 +295,7 @@ class _Conversion:
             return None
         checkpoint, error, chunks = self.in_chunks(row.name, checkpoint, call, error)
 
-        def put() -> None:
+        def put():
             for part, forward in chunks:
                 self.set(part, forward.module, forward)
                 self.rows.append(part)
@@ -386,7 +386,7 @@ class _Conversion:
             bytes_ = (saved_by(run.module, forward, call) for forward in (run.original, run))
             rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 
-        def put() -> None:
+        def put():
             for row, (*_, run, _) in zip(rows, runs, strict=True):
                 self.set(row, run.module, run)
             self.set(row_of(name, module), module, Runs(module, [run[:3] for run in runs], self.mlp))

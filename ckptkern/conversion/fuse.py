@@ -230,7 +230,7 @@ class RegionCheck(Check):
         if x.dim() < 2:
             return
 
-        def twice(value: Any, i: int, length: int) -> Any:
+        def twice(value, i, length):
             if not isinstance(value, Tensor):
                 return value
             if i in inputs:
@@ -381,7 +381,7 @@ def fuse(
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
 
-    def add(call: Call) -> None:
+    def add(call):
         asked = form.complete(call)
         pattern = form.pattern(asked)
         if pattern not in attempts:

@@ -52,7 +52,7 @@ class _Recorder:
             return
         read, own = kind.__getattribute__, vars(kind).get("__getattribute__")
 
-        def noted(self_, name: str):
+        def noted(self_, name):
             if id(self_) not in self.of:
                 return read(self_, name)
             names = self.of[id(self_)][1]
@@ -240,7 +240,7 @@ class Watch:
         counts = [-1] * len(attributes)
         objects = [(vars(held.owner), name, value) for held in self.held for name, value in held.objects.items()]
 
-        def is_equal(collects: bool) -> bool:
+        def is_equal(collects):
             training = self.module.training
             if list(map(len, attributes)) != counts:
                 if next(self.added(), None):

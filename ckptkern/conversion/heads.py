@@ -282,7 +282,7 @@ class Heads:
         # each call's module, input, result, and "", or the input and name of the head inside whose result it is
         noted: list[tuple[nn.Module, Tensor, Tensor, str]] = []
 
-        def note(module: nn.Module, args: tuple, kwargs: dict, y) -> None:
+        def note(module, args, kwargs, y):
             log = y.matmul.log if isinstance(y, Logits) else None
             if name := next((n for n, m in module.named_modules() if m in heads and heads[m].log is log), ""):
                 y = y.matmul.x

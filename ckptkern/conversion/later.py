@@ -125,7 +125,7 @@ def example_of(call: Call, samples: int | None, tokens: int | None) -> Call:
     counted = [(t[rows] >= 0).any(0).nonzero() for t in ids if length and (t < 0).any()]
     stop = max([tokens or 0, *(int(places.max()) + 1 for places in counted if len(places))])
 
-    def part(tensor: Tensor) -> Tensor:
+    def part(tensor):
         if tensor.dim() and tensor.size(0) == batch:
             tensor = tensor[rows]
         for dim in range(1, tensor.dim()):

@@ -388,7 +388,7 @@ class Logits(Tensor):
             raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
         step = Step(function, args, kwargs or {})
 
-        def values(logits: Logits) -> Tensor:
+        def values(logits):
             if not logits.detached or is_result(logits):
                 logits.matmul.say(step)
             return logits.computed[0].detach() if logits.computed else replayed(logits.step, logits.matmul.values())

@@ -83,7 +83,7 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
     passes to its experts, which do not run. Raises Unreadable."""
     seen, returned = [], [None]
 
-    def stop(_, inner: tuple, named: dict) -> None:
+    def stop(_, inner, named):
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
@@ -179,7 +179,7 @@ def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict, Cho
     if reading.op != "mlp_block":
         raise Unreadable(f"a shared expert is {reading.op}, not an MLP alone")
 
-    def shared(arguments: dict) -> dict:
+    def shared(arguments):
         return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
     lora = reading.arguments.pop("lora", {})
@@ -261,7 +261,7 @@ def routed(segment, flat: list, rows: int = 512) -> Iterator[tuple[str, list]]:
     logits, and a limit on the rows of an expert. segment: the region in its place; flat: the example's values."""
     x, is_block, arguments = flat[segment.x], segment.op == "moe_block", segment.op_arguments(flat)
 
-    def call(x: Tensor) -> list:
+    def call(x):
         return [x if i == segment.x else value for i, value in enumerate(flat)]
 
     for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no maximum

@@ -315,7 +315,7 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
         return None
 
-    def like(x: Tensor) -> Tensor:  # uses the present `form`
+    def like(x):  # uses the present `form`
         weight = leaf._parameters["weight"]
         return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 

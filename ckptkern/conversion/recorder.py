@@ -149,15 +149,15 @@ class Step(TorchDispatchMode):
     def watch(self, i: int, name: str, module: nn.Module) -> list:
         """Registers the hooks that cut the step where the region's forward and backward begin and end."""
 
-        def begin_backward(grad: Tensor) -> None:
+        def begin_backward(grad):
             self.cut(i, name)
             self.done.discard(i)
 
-        def end_backward(grad: Tensor) -> None:
+        def end_backward(grad):
             if self.region == i:
                 self.cut()
 
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        def before(module, args, kwargs):
             if self.backward or self.region is not None:
                 return
             hidden = not torch.is_grad_enabled() or in_region()
@@ -170,7 +170,7 @@ class Step(TorchDispatchMode):
                     tensor.register_hook(end_backward)
             self.cut(i, name)
 
-        def after(module: nn.Module, args: tuple, output) -> None:
+        def after(module, args, output):
             if self.backward or self.region != i:
                 return
             self.name(i, "out", output)

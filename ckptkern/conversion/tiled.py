@@ -160,7 +160,7 @@ def tiled_inside(
     """Yields what `tiled` returns of modules inside, the outermost that are token-wise. leaves: says which modules to leave."""
     inputs, seen = dict[nn.Module, Tensor](), set[nn.Module]()
 
-    def note(m: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note(m, args, kwargs):
         if len(args) == 1 and not kwargs and is_floating(args[0]) and args[0].dim() > 1:
             inputs.setdefault(m, args[0])
 
@@ -170,7 +170,7 @@ def tiled_inside(
             m.register_forward_pre_hook(note, with_kwargs=True)
         module(*call[0], **call[1])
 
-    def visit(path: str, outer: nn.Module) -> Iterator[tuple[Row, Tiled]]:
+    def visit(path, outer):
         for child, m in outer.named_children():
             own = f"{path}.{child}" if path else child
             if m in seen or not runs_class_forward(m) or leaves(own, m):

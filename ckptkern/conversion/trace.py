@@ -276,7 +276,7 @@ class Trace(Watched):
         """Returns (the place of the call among all, the call with Nodes)."""
         self.calls.append([None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(call)])
 
-        def node(tensor: Tensor) -> Node:
+        def node(tensor):
             is_unread = of_leaf and self.taken.get(id(tensor), False)
             return Node("unread", None, tensor.shape) if is_unread else self.node(tensor)
 

@@ -57,7 +57,7 @@ def _score_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     budget, size = block_bytes(q, core), wide_dtype(q).itemsize
     upcast = 0 if q.dtype == wide_dtype(q) else 4 * size  # k, v, and the sums of their gradients
 
-    def cost(samples: int, heads: int, rows: int) -> int:
+    def cost(samples, heads, rows):
         return samples * heads * Sk * (H // H_kv * rows * (FLOATS * size + 2) + D * upcast)
 
     return [whole(q, k)] if cost(B, H_kv, Sq) <= budget else list(query_blocks(q, k, core, cost, budget, ROWS))
@@ -175,7 +175,7 @@ def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmas
     dmask = None if dmask_shape is None else q.new_zeros(dmask_shape, dtype=wide_dtype(q))
     dslopes = torch.zeros_like(core.slopes) if need_dslopes else None
 
-    def of_block(block: Block) -> tuple[Tensor, ...]:
+    def of_block(block):
         of_block, q_part, do_part = block.core(core, q), block.of_queries(q), block.of_queries(do)
         k_part, v_part = block.of_keys(k), block.of_keys(v)
         dropped, ds, uncapped = _score_gradients(q_part, k_part, v_part, do_part, block.of_queries(delta), of_block)
@@ -266,7 +266,7 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     budget = block_bytes(q, core)
     one_each = group > 1 and 4 * k.numel() * group * size > budget
 
-    def cost(samples: int, heads: int, rows: int) -> int:
+    def cost(samples, heads, rows):
         of_keys, heads_q = samples * heads * Sk * D, heads * (1 if one_each else group)
         repeated = 4 * of_keys * group * size if group > 1 and not one_each else 0
         cut = one_each or rows < Sq  # dk and dv are then sums of parts, in float32
@@ -316,7 +316,7 @@ def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | Non
     dq = empty_heads(q) if outs[0] is None else outs[0]
     dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
 
-    def of_block(block: Block) -> tuple[Tensor, Tensor]:
+    def of_block(block):
         q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
         keys = block.of_keys(k)
         if not keys.shape[2]:

@@ -58,7 +58,7 @@ class AttentionCore(NamedTuple):
     def of_heads(self, first: int, count: int, H: int) -> AttentionCore:
         """Returns the core of heads [first, first + count) of H. Slopes are copied, to an address aligned as of all heads."""
 
-        def own(tensor: Tensor | None) -> Tensor | None:
+        def own(tensor):
             return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, first, count)
 
         return self._replace(
@@ -169,7 +169,7 @@ def attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
         return None
     (B, H, Sq, _), Sk = q.shape, k.shape[2]
 
-    def planes(first: int, count: int) -> Tensor:
+    def planes(first, count):
         return torch.ops.ckptkern.keep_mask.default(
             state, threshold, count, Sq, Sk, first, core.row_base, core.column_base, core.max_q or Sq
         )

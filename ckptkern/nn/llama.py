@@ -62,7 +62,7 @@ class LlamaAttention(Layer):
         self.set_options(recompute, workspace, rope_theta=rope_theta, dropout=dropout)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
-        def linear(k: int, n: int) -> nn.Linear:
+        def linear(k, n):
             return nn.Linear(k, n, bias, device, dtype)
 
         self.q_proj = linear(hidden_size, num_heads * head_dim)
@@ -247,7 +247,7 @@ class LlamaDecoderLayer(Layer):
         """Returns the arguments of ckptkern.transformer_layer for an unmodified layer."""
         drop, mlp = self.resid_dropout if self.training else 0.0, self.mlp
 
-        def normed(sublayer: dict, norm: nn.RMSNorm) -> dict:
+        def normed(sublayer, norm):
             around = {"norm": "rms", "norm_weight": norm.weight, "norm_eps": _eps(norm, x)}
             return sublayer | around | {"residual": True, "resid_dropout_p": drop}
 

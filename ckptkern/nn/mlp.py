@@ -218,7 +218,7 @@ class Experts(Layer):
         check_counts(op, least=0, num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
         self.set_options(recompute, workspace, activation=activation_of(op, activation), num_experts=num_experts)
 
-        def stack(*shape: int) -> nn.Parameter:
+        def stack(*shape):
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
         self.gate_up_proj = stack(2 * hidden_features, in_features)

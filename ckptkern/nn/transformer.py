@@ -91,7 +91,7 @@ class _Layer(Layer):
     ) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer for an unmodified layer. cross: the masks of memory."""
 
-        def around(number: int) -> dict:
+        def around(number):
             norm, dropout = (getattr(self, f"{kind}{number}") for kind in ("norm", "dropout"))
             return {
                 "norm": "layer",

@@ -77,7 +77,7 @@ class LinearDistillation(Op):
     def forward(tensors, o):
         mask, (o, student, teacher) = tensors[MASK], models(tensors, o)
 
-        def divergence(start: int, stop: int) -> dict[str, Tensor]:
+        def divergence(start, stop):
             pair = (model._replace(x=model.x[start:stop]) for model in (student, teacher))
             result = eager.divergence_fwd(*pair, o.beta)
             return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
@@ -99,7 +99,7 @@ class LinearDistillation(Op):
         widest = max(d, teacher.x.shape[1])
         transient = M * dtype.itemsize + dy.dtype.itemsize * (M * held + (M + 2 * widest) * narrow)
 
-        def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
+        def write(start, stop, dz, db):
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
             return eager.divergence_bwd(*pair, o.beta, statistics, dy, ignored, dz, db=db)
 
@@ -112,7 +112,7 @@ class LinearDistillation(Op):
         x, w, b, *teacher, mask = tensors
         counted = None if mask is None else mask.reshape(-1, 1)
 
-        def log_probabilities(x, w, b, softcap: float) -> Tensor:
+        def log_probabilities(x, w, b, softcap):
             z = reference_logits(rows_2d(x), w, b, 1.0 / o.temperature, softcap / o.temperature)
             if counted is not None:
                 z = z.masked_fill(~counted, 0)  # infinite logits of ignored tokens would make derivatives NaN

@@ -261,7 +261,7 @@ class Experts(Op):
         rows, index, s = rows_2d(x), rows_2d(index), rows_2d(s)
         branch = ExpertsBranch(parameters, o, x.dtype)
 
-        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+        def of_tokens(start, stop):
             part = slice(start, stop)
             return branch.forward(rows[part], s[part], eager.route(index[part], len(branch.w)))
 
@@ -277,7 +277,7 @@ class Experts(Op):
         chunks = branch.chunks(index)
         sums = branch.sums(need, len(chunks))
 
-        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+        def of_tokens(start, stop):
             part = slice(start, stop)
             own = [None if t is None else t[part] for t in (rows, x, index, weights, saved.get("gu"))]
             gradients = branch.backward(*own, eager.route(own[2], len(branch.w)), need, sums)
@@ -298,7 +298,7 @@ class Experts(Op):
             dict(zip(PARAMETERS, parameters, strict=True)), o.experts_lora, LAYERS, x.dtype, o.precision
         )
 
-        def linear(layer: str, rows: Tensor, w: Tensor, b: Tensor | None, e: int) -> Tensor:
+        def linear(layer, rows, w, b, e):
             y = F.linear(rows, w[e], None if b is None else b[e])
             return y + updates[layer].of_expert(e).reference(rows) if layer in updates else y
 

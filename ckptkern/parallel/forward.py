@@ -59,7 +59,7 @@ class Sharded(Around):
     def __call__(self, *args, **kwargs):
         first = True
 
-        def local(tensor: Tensor) -> Tensor:
+        def local(tensor):
             """Returns an argument as a local tensor: the first, which is the input, in the layout of the group."""
             nonlocal first
             place: Placement = Split(tensor.dim() - 2) if first and self.shard.sequence else Replicate()

@@ -55,7 +55,7 @@ def named(module: nn.Module, arguments: Template) -> Template:
     """Replaces parameters, and views of them, in arguments by Weights with their names."""
     names = {id(p): Weight(name) for name, p in module.named_parameters(remove_duplicate=False)}
 
-    def name(tensor: Tensor) -> Tensor | Weight:
+    def name(tensor):
         base = tensor._base
         return names.get(id(tensor), tensor) if base is None else names[id(base)].rows(0, 3)
 

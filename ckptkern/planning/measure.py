@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     times: dict[int, list[float]] = {}  # of the strategies that fit
     leaves = [tensor for tensor in (*alone.parameters(), *tensors_in(call)) if tensor.is_leaf]
 
-    def prepare() -> Callable[[], Any]:
+    def prepare():
         set_gradients(leaves)
         return lambda: alone(*call).backward()
 

@@ -253,7 +253,7 @@ def plan(
                 "plan: device is for a model on the meta device. Leave it out: the times of this model are measured"
             )
 
-        def measured(larger: Table | None = None) -> Table:
+        def measured(larger=None):
             """Measures in the ops' own workspace, or in a smaller one than `larger`'s."""
             if larger is None:
                 segments = found_segments(example, include, exclude)
@@ -269,7 +269,7 @@ def plan(
                 table.step(table.uniform("full"))
             return table
 
-        def smaller(table: Table) -> Table | None:
+        def smaller(table):
             """Returns the table for a smaller workspace; None if that does not lower the peak."""
             if not table.workspaces.given:
                 return None
@@ -355,7 +355,7 @@ def frontier(
         for segment in found_segments(example, include, exclude):
             segment.set(Strategy("full"))
 
-        def peak_of(size: int) -> float:
+        def peak_of(size):
             shown(f"size {size}")
             try:
                 return Example("frontier", model, arguments_of(make_inputs(size)), loss).step().peak

@@ -234,7 +234,7 @@ class _Hidden:
     def __enter__(self) -> None:
         pack, unpack = _top_hooks(True)
 
-        def internal(x: Tensor):
+        def internal(x):
             return pack(x)
 
         internal._checkpoint_internal, internal._user_hooks = True, _hooks_around()

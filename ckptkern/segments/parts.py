@@ -25,7 +25,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import VIEWS, Axis, argument, name_of, resized, shape_of
+from .axes import VIEWS, argument, name_of, resized, shape_of
 from .checkpoint import checkpoint
 from .decisions import DECIDES
 from .recorded import Changed, Recording, filled, recorded, taken
@@ -88,12 +88,12 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
         for node in stage.before:
             inner[node] = run(node, inner.__getitem__)
 
-    def new(i: int, _: Tensor) -> Tensor:
+    def new(i, _):
         like = stage.results[i].meta["val"]
         whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return whole if all(like.stride()) else torch.empty_like(whole)  # not an expanded tensor
 
-    def compute(count: int, *parts) -> list:
+    def compute(count, *parts):
         """Returns the results for `count` entries. parts: the inputs."""
         inputs = {
             (node, axis): part if axis is None else axis.flat(part)
@@ -107,7 +107,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
                 run_stage(part, computed, modules)
             return [computed[node] for node in ends]
 
-        def value(source: fx.Node):
+        def value(source):
             return computed[source] if source in computed else inputs[source, axes[source]]
 
         for node, cut in stage.nodes.items():
@@ -295,7 +295,7 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
             continue
         graph, placeholders, copies = fx.Graph(), {}, {}
 
-        def part(node: fx.Node, axis: Axis | None, stage: Stage = stage):
+        def part(node, axis, stage=stage):
             """Returns fake tensors like a slice of the node's result."""
             value = node.meta["val"]
             if axis is None:
@@ -339,7 +339,7 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
     inputs, (values, _) = taken(flat)
     plan = Plan([], [], {}, None)
 
-    def forward(*tensors: Tensor) -> list[Tensor]:
+    def forward(*tensors):
         args, kwargs = arguments = filled((values, spec), tensors)
         before, kind = tree_flatten(arguments)
         with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():

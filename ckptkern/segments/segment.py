@@ -350,7 +350,7 @@ class _Checksums:
     def hook(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Returns a hook that packs, and adds each tensor."""
 
-        def add_and_pack(x: Tensor):
+        def add_and_pack(x):
             op = torch._C._autograd._get_sequence_nr()
             if op != self.op:
                 self.all()

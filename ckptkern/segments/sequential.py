@@ -150,7 +150,7 @@ def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
                 storages.pop(storage, None)
             saved.append(storages)
 
-    def size_of(parts: list[Part]) -> int:
+    def size_of(parts):
         storages: Storages = {}
         for part in parts:
             for held in [inputs[part.start]] if part.recompute else saved[part.start : part.stop]:

@@ -69,7 +69,7 @@ def tiled(
     if torch.compiler.is_compiling():
         return _traced(fn, x, chunks, dim, bound, preserve_rng_state)
 
-    def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def run(forward, x):
         return run_in_chunks(fn, forward, x, dim, chunks, bound, check=check, preserve_rng_state=preserve_rng_state)
 
     if not isinstance(fn, nn.Module) or is_transformed():
@@ -77,13 +77,13 @@ def tiled(
     # the module's own hooks run once, and its forward is replaced inside
     forward, own = fn.forward, fn.__dict__.get("forward")
 
-    def restore() -> None:
+    def restore():
         if own is None:
             fn.__dict__.pop("forward", None)
         else:
             fn.__dict__["forward"] = own
 
-    def whole(x: Tensor) -> Tensor:
+    def whole(x):
         restore()  # forward may call the module itself
         return run(forward, x)
 
@@ -207,7 +207,7 @@ def _bytes_of_token(forward: Callable[[Tensor], Tensor], x: Tensor, dim: int) ->
 def _without_trace(forward: Callable, x: Tensor) -> Iterator[None]:
     """Restores random states and buffers afterwards."""
 
-    def restore(buffer: Tensor, value: Tensor) -> None:
+    def restore(buffer, value):
         if not torch.equal(buffer, value):
             buffer.copy_(value)
 
@@ -229,7 +229,7 @@ def _whole_modules(fn: Callable) -> Iterator[None]:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    def refuse(module: nn.Module, args: tuple) -> None:
+    def refuse(module, args):
         if isinstance(module, FSDPModule):
             raise RuntimeError(
                 f"tiled: {type(module).__name__} inside {_name(fn)} is sharded by itself, so every chunk would gather its "
@@ -253,7 +253,7 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
     wide = {n: p.float() for n, p in narrow.items()}
 
-    def call(part: Tensor) -> Tensor:
+    def call(part):
         if not wide:
             return fn(part)
         return torch.func.functional_call(fn, {n: p.to(narrow[n].dtype) for n, p in wide.items()}, (part,))
@@ -285,13 +285,13 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
     places = torch.arange(tokens, device=x.device)
     poisoned, bad = places < 0, list[str]()
 
-    def spread(value) -> Tensor | None:
+    def spread(value):
         """Returns a mask of the other tokens that became NaN; None if the value has no tokens."""
         if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != tokens:
             return None
         return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
 
-    def watch(name: str, module: nn.Module, args: tuple, output) -> None:
+    def watch(name, module, args, output):
         before, after = (spread(value) for value in (args[0] if args else None, output))
         if after is not None and after.any() and before is not None and not before.any():
             bad.append(f" (in {name}: {type(module).__name__})")

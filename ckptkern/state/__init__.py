@@ -139,7 +139,7 @@ def _keep_mask_torch(
     col_block, col_block_end = col_base // 32, -(-(col_base + cols) // 32)
     key, stream = [[(word & _LOW), (word >> 32) & _LOW] for word in state]
 
-    def keep(row: int, end: int) -> Tensor:
+    def keep(row, end):
         row_block, row_block_end = row // 16, -(-end // 16)
         row_blocks = torch.arange(row_block, row_block_end, device=state.device)
         # c1 [planes, 8 * row blocks, 1], c0 [8 * column blocks]

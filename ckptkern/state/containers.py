@@ -29,7 +29,7 @@ def take_apart(value) -> tuple[tuple, Callable] | None:
     else:
         return None
 
-    def filled(like, held: tuple):
+    def filled(like, held):
         copied = copy.copy(like)
         for name, item in zip(names, held, strict=True):
             put(copied, name, item)

@@ -337,7 +337,7 @@ class ModuleState:
         values: list[tuple] = []
         required: list[tuple[Tensor, bool]] = []
 
-        def put_all_back() -> None:
+        def put_all_back():
             for entry, before, exchanged in values:
                 space, name = entry.space, entry.name
                 now = item(space.object, name)

@@ -28,7 +28,7 @@ def library() -> torch.library.Library:
         "SymInt col_base, SymInt total_rows) -> Tensor"
     )
 
-    def rng_state(nonce: Tensor) -> Tensor:
+    def rng_state(nonce):
         return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (2,), device=nonce.device))
 
     ops.impl("rng_state", rng_state, "CompositeExplicitAutograd")

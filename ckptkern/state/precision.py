@@ -44,7 +44,7 @@ def raw_parent(backend: str) -> str:
 
 
 def float32(backend: str, op: str) -> Setting:
-    def read() -> str:
+    def read():
         value = _get(backend, op)
         return "ieee" if value == "none" else value  # "not set" runs as IEEE, also if it is written under any parent
 

@@ -172,7 +172,7 @@ def _extension() -> dict:
         "ckptkern.mlp": lambda: mlp(x, layer.weight, None, layer.weight, None),
     }
 
-    def microseconds(call: Callable[[], torch.Tensor]) -> str:
+    def microseconds(call):
         times = timeit.repeat(lambda: call().sum().backward(), number=20, repeat=6)
         return f"{min(times) * 1e6 / 20:.0f} us"
 

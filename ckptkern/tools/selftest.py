@@ -157,7 +157,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
     x, dy = (torch.randn(TOKENS, columns, device=device).to(dtype) for columns in (FEATURES, OUT))
     x.requires_grad_()
 
-    def step(of: Layer, forward: Callable[[Tensor], Tensor], like: Tensor = x) -> Tensors:
+    def step(of, forward, like=x):
         leaf = x.detach().to(like).requires_grad_()
         return gradients(lambda: forward(leaf), {"x": leaf, **dict(of.named_parameters())}, dy.to(like))
 
@@ -198,7 +198,7 @@ def emulated_checks() -> Iterator[Iterator[Result]]:
         raise RuntimeError(hint)
     emulated = from_checkout("emulator.emulated", "selftest --emulated").emulated
 
-    def check(arch: int, results: Iterator[Result]) -> Iterator[Result]:
+    def check(arch, results):
         with emulated(arch) as launches:
             for name, fault in results:
                 yield f"sm_{arch}, emulated: {name}", fault

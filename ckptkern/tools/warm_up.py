@@ -79,7 +79,7 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         return
     before, builder, seen = knobs.compilation.listener, build._build, set()
 
-    def listener(**event) -> None:
+    def listener(**event):
         if before is not None:
             before(**event)
         if event["metadata"]["hash"] not in seen:  # another device of the same kind asks for it again
@@ -88,7 +88,7 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
             compiled.kernels.append(Kernel(name, event["times"].total / 1e6, event["cache_hit"]))
             shown(name, len(compiled.kernels))
 
-    def launched(metadata) -> None:
+    def launched(metadata):
         compiled.launches += 1
 
     def built(*args, **kwargs):

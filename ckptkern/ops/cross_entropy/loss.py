@@ -512,7 +512,7 @@ def loss_and_gradients(
     db = torch.zeros(V, dtype=wide, device=x.device) if needs[2] else None
     losses = torch.empty(len(rows), dtype=wide, device=x.device)
 
-    def of_tokens(start: int, stop: int) -> None:
+    def of_tokens(start, stop):
         here, mine = rows[start:stop], target[start:stop]
         outputs = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
         sums, s = Sums(mine, weights, o, V), outputs.statistics

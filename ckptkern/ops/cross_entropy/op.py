@@ -197,7 +197,7 @@ def statistics_of(
     holds = o.top_k + o.candidates > 0
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
 
-    def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+    def of_tokens(start, stop):
         outputs = p.cross_entropy_fwd(
             rows[start:stop] if updated is None else updated.inputs(start, stop),
             w,
@@ -436,7 +436,7 @@ class LinearCrossEntropy(Op):
         if workspace is not None and needed(needs, X):  # room for dx, which is there with each chunk
             workspace -= min(M * d * wide.itemsize, workspace // 2)
 
-        def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
+        def write(start, stop, dz, db):
             here = slice(o.vocab_start + start, o.vocab_start + stop)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
             per_class = weights[here] if weights is not None and o.label_smoothing else None

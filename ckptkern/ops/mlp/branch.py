@@ -322,7 +322,7 @@ class Sums:
 def reference(x: Tensor, t, o) -> Tensor:
     """Computes the MLP of x [..., d] in differentiable PyTorch ops."""
 
-    def linear(layer: str, rows: Tensor) -> Tensor:
+    def linear(layer, rows):
         update = low_rank(t, o, LAYERS, layer, row_count(x))
         return reference_linear(rows, getattr(t, WEIGHT[layer]), getattr(t, BIAS[layer]), update)
 

@@ -224,7 +224,7 @@ class LinearStack(Op):
         layers = _cast(weights, biases, x.dtype)
         save_z = o.recompute in ("none", "selective") and o.activation != "relu"
 
-        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+        def of_rows(start, stop):
             h, results = rows[start:stop], {}
             for i, (w, b) in enumerate(layers):
                 h, z, bits = p.linear_fwd(
@@ -267,7 +267,7 @@ class LinearStack(Op):
         lowest = 0 if needs_x else next((i for i in range(L) if weight_grads[i] or bias_grads[i]), L)
         relu = activation == "relu"
 
-        def add(start: int, stop: int) -> None:
+        def add(start, stop):
             part, h = slice(start, stop), rows[start:stop]
             # each layer's h (relu) or z (others), and its input where it is known: other activations compute most from z
             before, inputs = [t[part] for t in stored], [h, *[None] * (L - 1)]

@@ -447,7 +447,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
                     dx = dx + arrived(dy).to(dx.dtype) if residual else dx
                 return (None, None, None, None, dx, *grads)
 
-    def _overlapped(ctx, dy: Tensor, df: Tensor, saved: list, needs: int, seen: int) -> list[Tensor | None]:
+    def _overlapped(ctx, dy, df, saved, needs, seen):
         """Computes the gradients, with the collective of dx under the matmuls of the weights' gradients, which wait as far as
         their operands fit the workspace."""
         shard, options, residual, _, _ = ctx.call
@@ -459,7 +459,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes
         grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish() holds dy only to add it
 
-        def finish() -> Tensor:
+        def finish():
             whole = reduced()
             return whole if added is None else whole.add_(arrived(added).to(whole.dtype))
 
@@ -473,7 +473,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
     function = named(Across, op, "Across")
     function._backward_cls.takes_late = True
 
-    def across(shard, options, residual: bool, *tensors: Tensor | None) -> Tensor:
+    def across(shard, options, residual, *tensors):
         needs = wanted(tensors)
         return function.apply(shard, options if needs else apply.for_inference(options), residual, needs, *tensors)
 

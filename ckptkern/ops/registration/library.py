@@ -64,7 +64,7 @@ def register(op: type[Op]) -> Registered:
     LIBRARY.define(f"{names[1]}(Tensor dy, Tensor?[] tensors, Tensor?[] saved, {SCHEMA}, int[] needs) -> Tensor[]")
     packets = tuple(getattr(torch.ops.ckptkern, name) for name in names)
 
-    def options_of(lists: Sequence, on_meta: bool):
+    def options_of(lists, on_meta):
         options = unpack(layout, lists)
         if on_meta:  # in PyTorch ops, all tokens at once
             return replaced(options, backend="eager", fused="", workspace=None)
@@ -72,7 +72,7 @@ def register(op: type[Op]) -> Registered:
             options = replaced(options, precision=read_precision())
         return options
 
-    def forward(tensors, *lists, on_meta: bool = False):
+    def forward(tensors, *lists, on_meta=False):
         options = options_of(lists, on_meta)
         if not on_meta:
             return run_forward(op, regrouped(tensors, lists[2]), options, _AUTOCAST)
@@ -82,7 +82,7 @@ def register(op: type[Op]) -> Registered:
         saved = op.made_on_meta(tensors[0], saved, options)
         return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
-    def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
+    def backward(dy, tensors, saved, *lists_and_needs, on_meta=False):
         *lists, places = lists_and_needs
         needs = sum(1 << i for i in places)
         if on_meta:
@@ -122,7 +122,7 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
     """Wraps an attention's FLOP formula for fewer heads of k and v than of q, which torch 2.11's formula refuses. query: the
     place of q among the arguments; k and v follow."""
 
-    def flops(*args, **kwargs) -> int:
+    def flops(*args, **kwargs):
         heads, arguments = args[query].shape[1], list(args)
         for place in (query + 1, query + 2):
             arguments[place] = args[place][:, :1].expand(-1, heads, -1, -1)
@@ -276,7 +276,7 @@ def in_legacy_vmap(op):
         level = torch._C._vmapmode_increment_nesting() - 1
         torch._C._vmapmode_decrement_nesting()
 
-        def is_batched(arg) -> bool:
+        def is_batched(arg):
             return isinstance(arg, Tensor) and is_legacy_batchedtensor(arg)
 
         dims = tree_map(lambda arg: 0 if is_batched(arg) else None, args)

@@ -109,7 +109,7 @@ def with_fields(*parts) -> Callable[[type], type]:
     """Decorates a NamedTuple with the fields and defaults of others. `...` among the parts is the place of its own fields,
     whose names are in `own`."""
 
-    def decorated(own: type) -> type:
+    def decorated(own):
         kinds = [own if part is ... else part for part in parts]
         hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
         defaults = {name: value for kind in kinds for name, value in kind._field_defaults.items()}

@@ -175,7 +175,7 @@ class Sublayer:
         """Returns [start, stop) of the rows to which vectors of samples are applied at once, in PyTorch ops in every
         backend."""
 
-        def of_row() -> int:
+        def of_row():
             widest = max(self.x.shape[1], 0 if self.t.layer_scale is None else self.t.layer_scale.shape[-1])
             return VECTOR_TENSORS * widest * max(self.wide.itemsize, 4)
 
@@ -352,7 +352,7 @@ class Sublayer:
         if len(chunks) > 1:
             dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
 
-            def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
+            def backward(part, rows):
                 return part.modulated_gradients(dh[rows], None if residual is None else residual[rows], need)
 
             return self.by_chunks(chunks, backward, {*need, "x"}, dx)
@@ -378,7 +378,7 @@ class Sublayer:
         given, and the sums of the others."""
         totals: dict[str, Tensor | None] = {}
 
-        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+        def of_rows(start, stop):
             grads = backward(self.rows(start, stop), slice(start, stop))
             own = grads.pop("x", None)
             for name, grad in grads.items():
@@ -420,7 +420,7 @@ class RowsOp(SublayerOp):
         chunks = sublayer.chunks()
         sums = sublayer.sums(need, len(chunks))
 
-        def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
+        def backward(part, rows):
             return part.backward(dy[rows], {name: tensor[rows] for name, tensor in saved.items()}, need, sums)
 
         if len(chunks) == 1:
