@@ -28,7 +28,8 @@ def sizes(
             "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim decoder_intermediate_size",
         ),
         (hidden, "feed_forward_size"),
-        (classes, "vocab_size shape_vocab_size pronunciation_vocab_size"),
+        (classes, "vocab_size shape_vocab_size pronunciation_vocab_size vocab_size_per_layer_input"),
+        (width // 8, "hidden_size_per_layer_input"),
         (width // 2, "moe_intermediate_size shared_expert_intermediate_size"),
         (image, "image_size"),
         (layers, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"),
@@ -59,6 +60,7 @@ MOST = 3e7  # parameters of a small model
 
 def overrides(config: Any, sizes: Sizes = SIZES) -> dict[str, Any]:
     """Returns the sizes for a configuration and those inside it, with randomness off."""
+    config.allow_global_per_layer_attribute_access = True  # a size that may vary across layers
     known = set(inspect.signature(type(config)).parameters) | set(vars(config))
     named = {name: size for size, names in sizes for name in names.split()}
     changes = {
@@ -66,6 +68,11 @@ def overrides(config: Any, sizes: Sizes = SIZES) -> dict[str, Any]:
         for name, size in named.items()
         if name in known and isinstance(getattr(config, name, None), (int, type(None)))
     }
+    if "kv_lora_rank" in changes:  # latent attention: each head has keys of its own, rotated in one part
+        latent = {"num_key_value_heads": named["num_attention_heads"], "head_dim": named["qk_rope_head_dim"]}
+        changes |= {name: size for name, size in latent.items() if name in changes}
+    if (getattr(config, "n_group", None) or 0) > 2:  # of experts, more than these
+        changes |= {"n_group": 2, "topk_group": 1}
     for name, value in vars(config).items():
         if isinstance(value, float) and any(part in name for part in RANDOM):
             changes[name] = 0.0
@@ -121,6 +128,10 @@ def calls(model: nn.Module, batch: int = BATCH, length: int = TOKENS, samples: i
     if {"pixel_values", "input_ids"} <= arguments.keys():
         for left_out in ("pixel_values", "input_ids"):
             calls.append({name: value for name, value in arguments.items() if name != left_out})
+    if codebooks := getattr(config, "num_codebooks", 0):
+        labels = tokens(batch, length, codebooks)
+        calls.append(arguments | {"input_ids": tokens(batch * codebooks, length), "labels": labels})
+    calls.append({name: value for name, value in arguments.items() if name in ("input_ids", "labels", "use_cache")})
     if "hidden_states" in names:
         calls.append({"hidden_states": torch.randn(batch, length, config.hidden_size)})
     return calls

@@ -34,6 +34,48 @@ MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPI
 SIZES = sizes(width=128, hidden=352, layers=4, classes=512, image=384, positions=2050)  # 48 x 48 patches
 SECONDS = 180  # CPU seconds, at most, for a class
 SAMPLES = 80000  # of a waveform: five seconds
+BYTES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=352, vocab_size=512)
+MIXED = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=128)
+# Settings over the sizes, of classes that do not build or run without any.
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"{name}ForCausalLM": peaks.FAMILIES[name]
+    for name in ("FalconH1", "Gemma3n", "Gemma4", "GraniteMoeHybrid", "Mamba2", "Zamba2")
+} | {
+    "BltForCausalLM": dict(
+        encoder_hash_byte_group_vocab=512, encoder_config=BYTES | dict(num_hidden_layers=1, hidden_size_global=128),
+        decoder_config=BYTES | dict(hidden_size_global=128), patcher_config=BYTES, global_config=BYTES,
+    ),
+    "CohereCompassForCausalLM": MIXED | {
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
+    },
+    "DbrxForCausalLM": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
+    ),
+    "Dots3NoteForCausalLM": dict(
+        swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=32, swa_kv_lora_rank=32, swa_head_dim=48,
+        swa_qk_nope_head_dim=32, swa_v_head_dim=32, index_n_heads=4, index_head_dim=32, index_topk=512,
+    ),
+    "Dots1ForCausalLM": dict(n_shared_experts=1),
+    "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 2]]),
+    "Gemma4UnifiedForCausalLM": peaks.FAMILIES["Gemma4"],
+    "Lfm2MoeForCausalLM": peaks.FAMILIES["Lfm2"],
+    "LongcatFlashForCausalLM": dict(ffn_hidden_size=352, expert_ffn_hidden_size=64, zero_expert_num=2),
+    "Qwen4ExpForCausalLM": dict(
+        indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=32, indexer_budget=512, indexer_compress_ratio=4, hc_lowrank=16
+    ),
+    "ReformerModelWithLMHead": dict(
+        is_decoder=True, axial_pos_shape=(32, 64), axial_pos_embds_dim=(64, 64), attention_head_size=32, hash_seed=0,
+        attn_layers=["local", "lsh"] * 2, num_buckets=32,
+    ),
+    "XLMWithLMHeadModel": dict(emb_dim=128, causal=True),
+    "XmodForCausalLM": dict(default_language="en_XX", is_decoder=True),
+    "ZambaForCausalLM": dict(
+        layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4, attention_head_dim=64,
+        mamba_d_state=8, use_mamba_kernels=False,
+    ),
+    "ZayaForCausalLM": dict(num_experts_per_tok=1),
+}  # fmt: skip
 BOUNDS = {True: 0.6, False: 0.8}  # limits of the ratio to checkpointing's peak, for decoders and other models
 
 
@@ -59,7 +101,7 @@ def classes(mapping: str) -> dict[str, type]:
 
 def build(model_class: type) -> nn.Module:
     """Returns a small model with gradients of zeros, the same for each call."""
-    model = disturbed(built(model_class, {}, SIZES))
+    model = disturbed(built(model_class, SETTINGS.get(model_class.__name__, {}), SIZES))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     return model
