@@ -42,7 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     for name in ("FalconH1", "Gemma3n", "Gemma4", "GraniteMoeHybrid", "Mamba2", "Zamba2")
 } | {
     "BltForCausalLM": dict(
-        encoder_hash_byte_group_vocab=512, encoder_config=BYTES | dict(num_hidden_layers=1, hidden_size_global=128),
+        encoder_hash_byte_group_vocab=512, patching_threshold=5.765,  # patches of four bytes
+        encoder_config=BYTES | dict(num_hidden_layers=1, hidden_size_global=128),
         decoder_config=BYTES | dict(hidden_size_global=128), patcher_config=BYTES, global_config=BYTES,
     ),
     "CohereCompassForCausalLM": MIXED | {
