@@ -90,8 +90,8 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
 
     def new(i, _):
         like = stage.results[i].meta["val"]
-        whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        return whole if all(like.stride()) else torch.empty_like(whole)  # not an expanded tensor
+        strided = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        return torch.empty_like(strided, device=like.device)  # dense, where it was expanded or a part of another tensor
 
     def compute(count, *parts):
         """Returns the results for `count` entries. parts: the inputs."""

@@ -296,6 +296,19 @@ def test_scores_of_all_heads_are_not_stored_for_slices_of_rows():
     assert not stored, str(plan)
 
 
+def test_parts_of_a_product_take_memory_for_themselves_alone():
+    class Chunks(Layer):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return tuple(part.transpose(1, 2) for part in self.up(x).chunk(2, -1))
+
+    torch.manual_seed(0)
+    layer, x = Chunks(), torch.randn(1, S, D)
+    _, run = in_parts(layer, 3)
+    ours, theirs = run(x), layer(x)
+    assert_close(*([part.detach() for part in parts] for parts in (ours, theirs)))
+    assert [part.untyped_storage().nbytes() for part in ours] == [part.nbytes for part in theirs]
+
+
 def test_a_value_that_is_read_whole_and_through_a_view():
     class Shifts(Layer):
         def forward(self, x: Tensor) -> Tensor:
