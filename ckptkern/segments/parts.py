@@ -23,6 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from ..memory import placeholders
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import VIEWS, argument, name_of, resized, shape_of
@@ -90,7 +91,8 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
 
     def new(i, _):
         like = stage.results[i].meta["val"]
-        strided = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        with placeholders():
+            strided = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return torch.empty_like(strided, device=like.device)  # dense, where it was expanded or a part of another tensor
 
     def compute(count, *parts):
