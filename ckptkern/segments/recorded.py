@@ -170,8 +170,8 @@ def recorded(module: nn.Module, function: Callable, fakes: list[Tensor]) -> tupl
     finally:
         for put, state in was.items():
             put(state)
-    one, other = ((graph.code, *others) for graph, *others in runs)
-    if one != other or not all(map(torch.equal, *(graph.state_dict().values() for graph, *_ in runs))):
+    first, second = ((graph.code, *others) for graph, *others in runs)
+    if first != second or not all(map(torch.equal, *(graph.state_dict().values() for graph, *_ in runs))):
         raise Uncut("its forward draws from Python's or NumPy's random numbers")
     return runs[0]
 
