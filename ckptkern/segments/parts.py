@@ -146,8 +146,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
         )
     else:
         parts = [inner[node] for node, _ in stage.reads]
-        run_again = functools.partial(checkpoint, functools.partial(compute, 1), preserve_rng_state=False)
-        results = run_again(*parts) if stage.again else compute(1, *parts)
+        results = checkpoint(compute, 1, *parts) if stage.again else compute(1, *parts)
     values.update(zip(stage.results, results, strict=True))
 
 
@@ -376,13 +375,14 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
     plan.inputs = graph.find_nodes(op="placeholder")
     same: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
-        name, target = name_of(node), node.target
-        if node.op == "get_attr" or (name in VIEWS and all(of.op == "get_attr" for of in node.all_input_nodes)):
-            first = same.setdefault(f"{target} {node.args} {node.kwargs}", node)
+        is_view = name_of(node) in VIEWS and all(source.op == "get_attr" for source in node.all_input_nodes)
+        if node.op == "get_attr" or is_view:
+            first = same.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if first is not node:  # else each step of a loop would have a weight, and a gradient, of its own
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
-                continue
+    for node in list(graph.nodes):
+        name, target = name_of(node), node.target
         if name == "part":
             node.meta["call"] = call = calls[node.args[2]]
             call.path = paths.get(call.module)

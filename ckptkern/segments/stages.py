@@ -154,7 +154,7 @@ def in_turn(nodes: list[fx.Node], workspace: int) -> list[Stage]:
             cost = bytes_of(node)
         runs[-1].append(node)
     stages = []
-    for run in runs:
+    for run in filter(None, runs):
         own = set(run)
         results = [node for node in run if not own.issuperset(node.users) and not is_list(node)]
         stages.append(Stage.whole(run, results, again=True).find_last())
