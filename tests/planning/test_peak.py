@@ -12,6 +12,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern import memory
+from ckptkern.conversion import recorder
 from ckptkern.conversion.recorder import Step, step_of
 from ckptkern.planning.table import Table
 from ckptkern.planning.timing import RATES, Roofline
@@ -209,6 +210,21 @@ def test_live_counts_each_storage_once_and_until_it_is_gone():
         known.add_(1)
     assert live.peak == 40
     assert [(tensor.bytes, tensor.op, tensor.shape) for tensor in live.at_peak] == [(40, "add.Tensor", (10,))]
+
+
+def test_many_tensors_are_searched_seldom_and_their_peak_is_nearly_exact(monkeypatch):
+    monkeypatch.setattr(recorder, "MANY", 64)
+    for freed in (0, 4090):
+        with Step() as live:
+            held = [torch.ones(10) for _ in range(4090)]
+            before = len(live.heights)
+            for _ in range(freed):
+                torch.ones(10)
+            del held
+            torch.ones(10)
+        assert before < 2045, "a search for each op"
+        assert len(live.heights) - before < 1022
+        assert 1 - 1 / 256 < live.peak / (40 * (4091 if freed else 4090)) <= 1
 
 
 @pytest.mark.slow
