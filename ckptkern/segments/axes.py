@@ -242,20 +242,22 @@ def _group_norm(node, axis, n):
 
 def _attention(node, axis, n):
     """Cuts core attention of q, k, v [B, H, S, D], or another function of such tensors, and a mask that is broadcast to
-    [B, H, S, S]."""
+    [B, H, S, S]: along samples or heads; core attention that is not causal also along queries."""
+    is_part = name_of(node) == "part"
+    by_heads = node.args[0] if is_part else node.args[:3]
+    masks = [_aligned(node, source, axis) for source in node.all_input_nodes if source not in by_heads]
+    if axis.dim == 2 and not is_part and not argument(node, "is_causal"):
+        q, *others = by_heads
+        return Cut([(q, axis), *((source, None) for source in dict.fromkeys(others)), *masks])
     if axis.dim > 1:
         return None
-    by_heads = node.args[0] if name_of(node) == "part" else node.args[:3]
     inputs = []
-    for tensor in node.all_input_nodes:
+    for tensor in dict.fromkeys(by_heads):
         inner, rest = divmod(shape_of(tensor)[axis.dim], axis.outer * n)
-        if tensor not in by_heads:
-            inputs.append(_aligned(node, tensor, axis))
-        elif rest:
+        if rest:
             return None
-        else:
-            inputs.append((tensor, axis._replace(inner=inner)))
-    return Cut(inputs)
+        inputs.append((tensor, axis._replace(inner=inner)))
+    return Cut(inputs + masks)
 
 
 def _filled(node, axis, n):

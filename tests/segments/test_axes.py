@@ -299,28 +299,40 @@ def mixtures(b, s, h, d):
 def attentions(b, s, h, d):
     q, k = (b, h, s, d), (b, h // 2, s, d)
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    yield Case(name, sdpa, (q, q, q), {0, 1}, {Axis(1): [Axis(1)] * 3, Axis(0, 2): [Axis(0, 2)] * 3})
+    yield Case(
+        name,
+        sdpa,
+        (q, q, q),
+        {0, 1, 2},
+        {Axis(1): [Axis(1)] * 3, Axis(0, 2): [Axis(0, 2)] * 3, Axis(2, 1, 2): [Axis(2, 1, 2), None, None]},
+    )
     yield Case(name, functools.partial(sdpa, is_causal=True), ((b, h, 3, d), q, q), {0, 1})
     grouped = {Axis(1): None, Axis(1, 1, 2): [Axis(1, 1, 2), Axis(1), Axis(1)], Axis(1, h // 2): None}
-    yield Case(name, sdpa, (q, k, k), {0}, grouped)
-    yield Case(name, lambda x: sdpa(x, x, x), (q,), {0, 1}, {Axis(1): [Axis(1)]})
+    yield Case(name, sdpa, (q, k, k), {0, 2}, grouped | {Axis(2): [Axis(2), None, None]})
+    yield Case(name, lambda x: sdpa(x, x, x), (q,), {0, 1}, {Axis(1): [Axis(1)], Axis(2): None})
+    yield Case(name, lambda x, y: sdpa(x, y, y), (q, q), {0, 1, 2}, {Axis(2): [Axis(2), None]})
     masked = lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask)  # noqa: E731
-    for mask, axes in {(s, s): (None, None), (b, 1, s, s): (Axis(0), None), (1, h, s, s): (None, Axis(1))}.items():
-        yield Case(
-            name,
-            masked,
-            (q, q, q, mask),
-            {0, 1},
-            {Axis(i): [Axis(i)] * 3 + [mask_axis] for i, mask_axis in enumerate(axes)},
-        )
+    for mask, axes in {
+        (s, s): (None, None, Axis(0)),
+        (b, 1, s, s): (Axis(0), None, Axis(2)),
+        (1, h, s, s): (None, Axis(1), Axis(2)),
+        (b, 1, 1, s): (Axis(0), None, None),
+    }.items():
+        cuts = [[Axis(0)] * 3, [Axis(1)] * 3, [Axis(2), None, None]]
+        expected = {Axis(i): [*cuts[i], mask_axis] for i, mask_axis in enumerate(axes)}
+        yield Case(name, masked, (q, q, q, mask), {0, 1, 2}, expected)
     for kind, rest, mask in (
         ("flash", (), []),
         ("efficient", ((b, 1, s, s), False), [Axis(0)]),
         ("cudnn", ((1, h, s, s), False), [None]),
     ):
         name = f"_scaled_dot_product_{kind}_attention"
-        cuts = {Axis(0): [Axis(0)] * 3 + mask, Axis(1): None}
-        yield Case(name, getattr(aten, name).default, (q, k, k, *rest), {0}, cuts)
+        cuts = {Axis(0): [Axis(0)] * 3 + mask, Axis(1): None, Axis(2): [Axis(2), None, None] + [Axis(2)] * len(mask)}
+        yield Case(name, getattr(aten, name).default, (q, k, k, *rest), {0, 2}, cuts)
+    rest = {"flash": (0.0, True), "efficient": (None, False, 0.0, True), "cudnn": (None, False, 0.0, True)}
+    for kind, causal in rest.items():
+        name = f"_scaled_dot_product_{kind}_attention"
+        yield Case(name, getattr(aten, name).default, (q, k, k, *causal), {0})
     target, x = torch.ops.ckptkern.part.default, torch.randn(b, s, d)
     heads = [torch.randn(q), torch.randn(k), torch.randn(k)]
     yield Case(
