@@ -19,7 +19,7 @@ from torch import fx, nn
 from .axes import GEMMS, VIEWS, Axis, Cut, axes_of, even, followed, name_of, shape_of
 
 WRITING = ("select_scatter", "slice_scatter", "copy")  # in place in the forward; backward needs none of their results
-FLOOR = 32  # rows of a matmul in the shortest slice: shorter slices cost more than they save
+FLOOR = 32  # rows of a matmul, or queries, in the shortest slice: shorter slices cost more than they save
 ASSUMED = 12  # a fused MLP's memory in sizes of its result: the graph does not show its inside
 SCORES = 4  # tensors like attention's scores that are alive at once
 SMALL = 16  # values up to 1/16 of the workspace are recomputed for each stage that reads them
@@ -341,7 +341,11 @@ class Planner:
         stage.before = sorted(before)
         stage.find_last()
         if stage.axes:
-            rows = [shape_of(node)[0] // stage.n for node in stage.nodes if name_of(node) in ("mm", "addmm")]
+            rows = [
+                shape_of(node)[axis.dim] // stage.n
+                for node, axis in stage.axes.items()
+                if name_of(node) in ("mm", "addmm") or (axis.dim == 2 and "attention" in name_of(node))
+            ]
             floor = -(-FLOOR // max(min(rows), 1)) if rows else 1
             floor = max(floor, -(-stage.n // max(LAUNCHED // (self.times * len(stage.nodes)), 1)))
             most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
