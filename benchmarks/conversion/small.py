@@ -82,9 +82,12 @@ def overrides(config: Any, sizes: Sizes = SIZES) -> dict[str, Any]:
 
 
 def built(model_class: type, settings: dict[str, Any], sizes: Sizes = SIZES) -> nn.Module:
-    """Returns a model in training without dropout. settings: of the configuration, over the sizes."""
+    """Returns a model in training without dropout. settings: of the configuration, and dicts for
+    those inside it, over the sizes."""
     config_class = model_class.config_class
-    config = config_class(**overrides(config_class(), sizes) | settings)
+    changes = overrides(config_class(), sizes)
+    inside = {name: changes[name] | value for name, value in settings.items() if isinstance(changes.get(name), dict)}
+    config = config_class(**changes | settings | inside)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     with torch.device("meta"):  # where nothing is initialised

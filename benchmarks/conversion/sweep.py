@@ -60,6 +60,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": dict(n_shared_experts=1),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 2]]),
     "Gemma4UnifiedForCausalLM": peaks.FAMILIES["Gemma4"],
+    "Gemma4ForConditionalGeneration": dict(text_config=peaks.FAMILIES["Gemma4"]),
+    "Gemma4UnifiedForConditionalGeneration": dict(text_config=peaks.FAMILIES["Gemma4"]),
     "Lfm2MoeForCausalLM": peaks.FAMILIES["Lfm2"],
     "LongcatFlashForCausalLM": dict(ffn_hidden_size=352, expert_ffn_hidden_size=64, zero_expert_num=2),
     "Qwen4ExpForCausalLM": dict(

@@ -45,7 +45,9 @@ def is_marked(module: nn.Module) -> bool:
 def is_layer(name: str, module: nn.Module) -> bool:
     """Returns whether the module is a layer of a model, with its class's forward: not a stage with layers inside, and not
     one of a layer's experts."""
-    if not ((is_listed(name, module) or is_marked(module)) and runs_class_forward(module)):
+    places = [*map(str.isdigit, name.split("."))]  # one made of leaves only, in no other list, may be an attention
+    is_member = is_listed(name, module) or (places[-1] and sum(places) == 1 and not is_leaf(module))
+    if not ((is_member or is_marked(module)) and runs_class_forward(module)):
         return False
     inner = [(path, m) for path, m in module.named_modules() if m is not module]
     if is_marked(module):  # lists inside it are its parts, as T5's sublayers are

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion.binding import General
+from ckptkern.conversion.blocks import is_layer
 from ckptkern.conversion.protection import unmoved
 from ckptkern.conversion.recorder import loss_of, step_of
 from ckptkern.memory import saved_tensors
@@ -159,6 +160,28 @@ def test_members_of_lists_whatever_they_are_made_of(kind):
     conversion = ckptkern.convert(model, x)
     assert [row.replaced_by for row in conversion] == ["checkpoint"] * 4, str(conversion)
     torch.testing.assert_close(step(model, {"input": x}), step(eager, {"input": x}), **TOLERANCE)
+
+
+class Mixed(nn.Module):
+    """Members of a list, made of leaves only, beside a layer that becomes one op."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.rows = nn.Sequential(Rows("own"), Rows("own"))
+
+    def forward(self, x):
+        return self.rows(self.mlp(x))
+
+
+def test_members_of_a_list_beside_what_is_fused():
+    model, x = Mixed(), torch.randn(32, 16)
+    eager = copy.deepcopy(model)
+    converted = {row.name: row.replaced_by for row in ckptkern.convert(model, x).converted}
+    assert converted == {"mlp": "mlp_block", "rows.0": "checkpoint", "rows.1": "checkpoint"}
+    torch.testing.assert_close(step(model, {"x": x}), step(eager, {"x": x}), **TOLERANCE)
+    # an expert takes another number of tokens in each call
+    assert [is_layer(name, Rows("own")) for name in ("rows.1", "rows", "layers.0.experts.1")] == [True, False, False]
 
 
 class Flat(nn.Module):
