@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from .. import nn as drop_ins
 from ..extras import progress
 from ..nn.unmodified import untouched
-from ..ops.dispatch.choices import check_choice, check_count, check_mode, modes_of_sublayers, parse_bytes
+from ..ops.dispatch.choices import Bytes, check_choice, check_count, check_mode, modes_of_sublayers, parse_bytes
 from . import blocks, masks
 from .binding import (
     ORIGINAL_CLASS,
@@ -134,7 +134,7 @@ class _Conversion:
     shards: Shards
     shown: Callable[[str], None]
     recompute: str | tuple[str, str]
-    workspace: int | str | None
+    workspace: Bytes
     include: Any
     exclude: Any
     otherwise: str
@@ -435,9 +435,9 @@ def convert(
     model: nn.Module,
     *example_inputs: Any,
     recompute: str | tuple[str, str] = "selective",
-    workspace: int | str | None = None,
-    include: Which | Iterable[Which] | None = None,
-    exclude: Which | Iterable[Which] | None = None,
+    workspace: Bytes = None,
+    include: Which = None,
+    exclude: Which = None,
     otherwise: str = "checkpoint",
     every: int = 1,
     **example_kwargs: Any,

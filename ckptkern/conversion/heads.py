@@ -24,7 +24,7 @@ from .. import ops
 from ..extras import missing
 from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
-from ..ops.dispatch.choices import parse_bytes
+from ..ops.dispatch.choices import Bytes, parse_bytes
 from ..ops.sublayer.lora import LoRA
 from ..segments.checkpoint import Patch
 from .arguments import arguments_getter, live_attributes, rescaled
@@ -368,7 +368,7 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _patches: list[Patch] = []  # not yet removed, oldest first
 
 
-def patch_trl(workspace: int | str | None = None) -> Patch:
+def patch_trl(workspace: Bytes = None) -> Patch:
     """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()`` or the
     end of a ``with`` block.
 

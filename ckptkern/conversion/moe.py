@@ -24,7 +24,7 @@ from .. import ops
 from ..eager import ACTIVATIONS
 from ..extras import missing
 from ..nn.activations import activation_of
-from ..ops.dispatch.choices import check_mode, parse_bytes
+from ..ops.dispatch.choices import Bytes, check_mode, parse_bytes
 from ..ops.experts import LAYERS
 from ..ops.moe import GROUP_SCORES, SCORINGS, SHARED, chosen, scores_of, weights_of
 from ..segments.recorded import drawn_elsewhere
@@ -312,7 +312,7 @@ def _activation(module: nn.Module) -> str:
     return name
 
 
-def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
+def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: Bytes = None) -> None:
     """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts.
 
     Select it by `from_pretrained(..., experts_implementation=name)`.
@@ -338,7 +338,7 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes transformers' experts by moe_mlp. Arguments as of a forward of experts; raises as `register_experts` says."""
     with read_packed(module):

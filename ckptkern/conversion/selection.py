@@ -11,14 +11,15 @@ from torch import nn
 LISTS = (nn.ModuleList, nn.ModuleDict)
 SHOWN = 4  # lists that a message names
 
-Which = str | type | Callable[[str, nn.Module], bool]
+Selector = str | type | Callable[[str, nn.Module], bool]
+Which = Selector | Iterable[Selector] | None
 
 
-def several(which: Which | Iterable[Which] | None) -> Iterable[Which]:
+def several(which: Which) -> Iterable[Selector]:
     return (which,) if isinstance(which, (str, type)) or callable(which) else which or ()
 
 
-def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module) -> bool:
+def matches(which: Which, name: str, module: nn.Module) -> bool:
     """Returns whether the module matches one of these: names with wildcards, classes, or functions of (name, module)."""
     for selector in several(which):
         if isinstance(selector, type):

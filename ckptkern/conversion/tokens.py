@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..memory import placeholders
+from ..ops.dispatch.choices import Bytes
 from ..subclasses import PLAIN
 from .trace import ADD, DIVIDE, MULTIPLY, is_in_place, leaves_of
 
@@ -217,7 +218,7 @@ class LMHead(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     mode: str = "full"
-    workspace: int | str | None = None
+    workspace: Bytes = None
 
 
 class Formula(NamedTuple):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import ops
 from ..ops.attention.arguments import diagonal_of
 from ..ops.attention.core import check_whole_sequence
-from ..ops.dispatch.choices import autocast_dtype
+from ..ops.dispatch.choices import Bytes, autocast_dtype
 from ..ops.dispatch.shard import ranks_of_rows
 from ..subclasses import PLAIN, own_dispatch
 from .layer import Layer
@@ -48,11 +49,11 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         recompute: str = "selective",
-        workspace: int | str | None = None,
+        workspace: Bytes = None,
     ):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _WeightedLoss
+from torch.types import Device
 
 from .. import eager, ops
 from ..errors import ShapeError
 from ..ops.cross_entropy.loss import REDUCTIONS, CrossEntropyOutput, check_scalars, check_top_k, reduced
 from ..ops.cross_entropy.statistics import results_of_logits, scaled_and_capped
-from ..ops.dispatch.choices import check_choice, check_flags
+from ..ops.dispatch.choices import Bytes, check_choice, check_flags
 from .layer import Layer
 from .unmodified import composed, unmodified
 
@@ -53,7 +54,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         *,
         out_features: tuple[int, ...] = (),
         bias: bool = False,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         reduction: str = "mean",
         weight: Tensor | None = None,
@@ -70,7 +71,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         return_accuracy: bool = False,
         top_k: int | None = None,
         recompute: str = "full",
-        workspace: int | str | None = None,
+        workspace: Bytes = None,
     ):
         _WeightedLoss.__init__(self, weight, None, None, reduction)
         if options is not None:
@@ -109,7 +110,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
             top_k=top_k,
         )
 
-    def set_options(self, recompute: str = "full", workspace: int | str | None = None, **own: Any) -> None:
+    def set_options(self, recompute: str = "full", workspace: Bytes = None, **own: Any) -> None:
         if unknown := own.keys() - OWN:
             raise TypeError(f"{NAME}: unknown options: {', '.join(sorted(unknown))}")
         own = OWN | own

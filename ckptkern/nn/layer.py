@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.dispatch.choices import check_count, check_options, modes_of_sublayers, parse_bytes
+from ..ops.dispatch.choices import Bytes, check_count, check_options, modes_of_sublayers, parse_bytes
 
 Own = TypeVar("Own", bound="Layer")
 
@@ -47,7 +47,7 @@ class Layer(nn.Module):
         "workspace",
     )
 
-    def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
+    def set_options(self, recompute: Any = "selective", workspace: Bytes = None, **own: Any) -> None:
         """Checks options and sets them as attributes."""
         op = type(self).__name__
         for mode in modes_of_sublayers(op, recompute) if self.has_sublayers else (recompute,):

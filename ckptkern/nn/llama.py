@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import eager, ops
 from ..ops.attention.arguments import diagonal_of
 from ..ops.attention.core import merged_mask
 from ..ops.attention.rotary import positions_of, rotary_tables
-from ..ops.dispatch.choices import check_number, check_positive, check_probability, modes_of_sublayers
+from ..ops.dispatch.choices import Bytes, check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation
 from .layer import Layer, check_counts, weights
 from .mlp import GatedMLP
@@ -44,8 +45,8 @@ class LlamaAttention(Layer):
         dropout: float = 0.0,
         *,
         recompute: str = "selective",
-        workspace: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        workspace: Bytes = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
@@ -192,8 +193,8 @@ class LlamaDecoderLayer(Layer):
         resid_dropout: float = 0.0,
         *,
         recompute: str | tuple[str, str] = "selective",
-        workspace: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        workspace: Bytes = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()

@@ -10,9 +10,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import eager, ops
-from ..ops.dispatch.choices import check_count, check_options
+from ..ops.dispatch.choices import Bytes, check_count, check_options
 from .activations import Activation, activation_of
 from .layer import Layer, check_counts, weights
 from .unmodified import composed, dense, unmodified
@@ -34,7 +35,7 @@ class Linear(Layer, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         activation: Activation | None = None,
@@ -73,8 +74,8 @@ class LinearStack(Layer):
         bias: bool = True,
         *,
         recompute: str = "full",
-        workspace: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        workspace: Bytes = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
@@ -117,8 +118,8 @@ class _FeedForward(Layer):
         dropout: float = 0.0,
         *,
         recompute: str = "full",
-        workspace: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        workspace: Bytes = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
@@ -184,8 +185,8 @@ class GatedMLP(_FeedForward):
         dropout: float = 0.0,
         *,
         recompute: str = "full",
-        workspace: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        workspace: Bytes = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         sizes = in_features, hidden_features, out_features
@@ -209,8 +210,8 @@ class Experts(Layer):
         bias: bool = False,
         *,
         recompute: str = "full",
-        workspace: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        workspace: Bytes = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .. import ops
-from ..ops.dispatch.choices import modes_of_sublayers
+from ..ops.dispatch.choices import Bytes, modes_of_sublayers
 from .activations import named
 from .attention import MultiheadAttention
 from .layer import Dropout, Layer, weights
@@ -35,17 +36,17 @@ class _Layer(Layer):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         recompute: str | tuple[str, str] = "selective",
-        workspace: int | str | None = None,
+        workspace: Bytes = None,
     ):
         of_torch = layer_norm_eps, batch_first, norm_first, bias, device, dtype
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, *of_torch)
         self.set_options(recompute, workspace)
 
-    def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
+    def set_options(self, recompute: Any = "selective", workspace: Bytes = None, **own: Any) -> None:
         """Sets options and replaces torch's attention and dropout modules, after torch has initialised them. Modules with a
         forward set on the instance stay."""
         super().set_options(recompute, workspace, **own)

@@ -16,6 +16,7 @@ from .cross_entropy.op import head_gradients, vocabulary_chunks
 from .cross_entropy.statistics import reference_logits
 from .dispatch.choices import (
     WORKSPACE_OF_LOSS,
+    Bytes,
     cast_input,
     check_choice,
     check_flags,
@@ -158,7 +159,7 @@ def linear_distillation(
     teacher_softcap: float | None = None,
     mask: Tensor | None = None,
     reduction: str = "mean",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes the divergence of a student's next-token probabilities q from a teacher's p, without storing all logits.
 
@@ -240,7 +241,7 @@ def linear_topk_distillation(
     reduction: str = "mean",
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes the divergence of a student from a teacher's k log-probabilities per token, such as vLLM's prompt_logprobs.
 

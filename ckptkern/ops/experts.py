@@ -14,6 +14,7 @@ from .. import eager
 from ..errors import DtypeError, ShapeError
 from ..frozen import Frozen
 from .dispatch.choices import (
+    Bytes,
     cast_input,
     check_input,
     check_options,
@@ -369,7 +370,7 @@ def moe_mlp(
     down_bias: Tensor | None = None,
     lora: Mapping[str, LoRA] | None = None,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j], where mlp_e is expert e's gated MLP.
 
@@ -420,7 +421,7 @@ def grouped_gated_mlp(
     row_weights: Tensor | None = None,
     lora: Mapping[str, LoRA] | None = None,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes `moe_mlp` of rows that are already in the experts' order, as an all-to-all leaves them.
 

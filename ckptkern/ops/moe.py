@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .. import eager
 from ..errors import ShapeError
 from .dispatch.choices import (
+    Bytes,
     check_choice,
     check_count,
     check_flags,
@@ -488,7 +489,7 @@ def moe_block(
     residual: bool = True,
     training: bool = True,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes an MoE sublayer with its router as one region; returns (y, router_logits).
 

@@ -19,7 +19,7 @@ from .attention.core_sublayer import saves as core_saves
 from .attention.latent import LatentAttentionBlock, gather_latent, latent_attention_block
 from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
-from .dispatch.choices import check_flags, modes_of_sublayers
+from .dispatch.choices import Bytes, check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded
 from .mlp.branch import saves as mlp_saves
 from .mlp.mlp import MLPBlock, mlp_block
@@ -216,7 +216,7 @@ def transformer_layer(
     parallel: bool = False,
     training: bool = True,
     recompute: str | tuple[str, str] = "selective",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes a transformer layer as one region, which also recomputes the tensors between its sublayers.
 

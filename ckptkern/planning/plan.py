@@ -25,6 +25,7 @@ from ..conversion.selection import Which, selected
 from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing, progress
+from ..ops.dispatch.choices import Bytes
 from ..ops.registration.functions import Bodies
 from ..storage import Store
 from .measure import measure, narrower
@@ -199,12 +200,12 @@ def found_segments(example: Example, include=None, exclude=None) -> list[Segment
 def plan(
     model: nn.Module,
     *example_inputs: Any,
-    budget: int | str | None = None,
-    saved: int | str | None = None,
+    budget: Bytes = None,
+    saved: Bytes = None,
     stores: Iterable[Store] = (),
     adapt: bool = False,
-    include: Which | Iterable[Which] | None = None,
-    exclude: Which | Iterable[Which] | None = None,
+    include: Which = None,
+    exclude: Which = None,
     group: dist.ProcessGroup | None = None,
     device: str | None = None,
     loss: Loss | None = None,
@@ -323,8 +324,8 @@ def frontier(
     *,
     multiple: int = 64,
     limit: int | None = None,
-    include: Which | Iterable[Which] | None = None,
-    exclude: Which | Iterable[Which] | None = None,
+    include: Which = None,
+    exclude: Which = None,
     loss: Loss | None = None,
 ) -> Frontier:
     """Finds the longest sequence, or largest batch, that trains within a budget, and plans the model for it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,7 +16,7 @@ from ..conversion.binding import ORIGINAL_CLASS, Forward, Fused, General, Own, R
 from ..conversion.selection import Which, selected
 from ..conversion.sharding import holds_sharded, is_sharded
 from ..conversion.trace import Call
-from ..ops.dispatch.choices import MODES, parse_bytes
+from ..ops.dispatch.choices import MODES, Bytes, parse_bytes
 from ..storage import Store
 
 LAYERS = (drop_ins.LlamaDecoderLayer, drop_ins.TransformerEncoderLayer, drop_ins.TransformerDecoderLayer)
@@ -114,7 +114,7 @@ class Workspaces:
 
     def __init__(self, model: nn.Module):
         self.size: int | None = None
-        self.given: list[tuple[Any, int | str | None]] = []
+        self.given: list[tuple[Any, Bytes]] = []
         for module in model.modules():
             for op in (module, forward_of(module), *(run for *_, run in runs_of(module))):
                 if isinstance(op, (Forward, *OURS)) and hasattr(op, "workspace"):
@@ -139,8 +139,8 @@ class Workspaces:
 
 def segments_of(
     model: nn.Module,
-    include: Which | Iterable[Which] | None = None,
-    exclude: Which | Iterable[Which] | None = None,
+    include: Which = None,
+    exclude: Which = None,
 ) -> list[Segment]:
     """Returns the outermost modules that have a mode, and runs of layers, in the model's order. include, exclude: as in
     `convert`."""

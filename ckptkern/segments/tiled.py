@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
-from ..ops.dispatch.choices import autocast_dtype, choose_workspace
+from ..ops.dispatch.choices import Bytes, autocast_dtype, choose_workspace
 from .axes import Axis, even
 from .checkpoint import checkpoint
 from .decisions import deciding_nothing
@@ -33,7 +33,7 @@ def tiled(
     chunks: int | None = None,
     dim: int = -2,
     *,
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
     preserve_rng_state: bool = True,
     check: bool = False,
 ) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ..dispatch.choices import Bytes
 from ..registration.functions import across_ranks, build
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import called
@@ -76,7 +77,7 @@ def attention_block(
     residual: bool = False,
     training: bool = True,
     recompute: str = "selective",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes a self-attention or cross-attention sublayer as one region.
 

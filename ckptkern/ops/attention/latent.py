@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.choices import check_count, check_number, check_weight, compute_dtype
+from ..dispatch.choices import Bytes, check_count, check_number, check_weight, compute_dtype
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES
@@ -130,7 +130,7 @@ def latent_attention_block(
     residual: bool = False,
     training: bool = True,
     recompute: str = "selective",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes a sublayer of multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) as one region.
 

@@ -13,6 +13,7 @@ from ... import eager
 from ...errors import DeviceError, DtypeError, ShapeError
 from ...subclasses import own_dispatch
 from ..dispatch.choices import (
+    Bytes,
     autocast_dtype,
     check_count,
     check_input,
@@ -128,7 +129,7 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes dropout(softmax(scale q k^T + mask)) v, as torch.nn.functional.scaled_dot_product_attention.
 
@@ -203,7 +204,7 @@ def scaled_dot_product_attention(
 
 
 def _attention(
-    op: str, query: Tensor, key: Tensor, value: Tensor, tensors: CoreTensors, workspace: int | str | None, **core: Any
+    op: str, query: Tensor, key: Tensor, value: Tensor, tensors: CoreTensors, workspace: Bytes, **core: Any
 ) -> Tensor:
     """Calls the op on the backend that computes all its gradients. tensors: without the dropout state; core: other fields of
     CoreOptions."""

@@ -16,6 +16,7 @@ from ...subclasses import PLAIN
 from ..dispatch.choices import (
     MODES,
     WORKSPACE_OF_LOSS,
+    Bytes,
     autocast_off,
     cast_input,
     check_choice,
@@ -96,7 +97,7 @@ def linear_cross_entropy(
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor | CrossEntropyOutput:
     """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) without storing all logits.
 
@@ -167,37 +168,9 @@ def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float,
 
 
 @overload
-def selected_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    temperature: float = ...,
-    return_entropy: Literal[False] = ...,
-    lora: LoRA | None = ...,
-    ignore_index: int = ...,
-    group: torch.distributed.ProcessGroup | None = ...,
-    vocab_start: int | None = ...,
-    recompute: str = ...,
-    workspace: int | str | None = ...,
-) -> Tensor: ...
+def selected_log_probs(*args: Any, return_entropy: Literal[True], **options: Any) -> TokenLogProbs: ...
 @overload
-def selected_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    temperature: float = ...,
-    return_entropy: Literal[True],
-    lora: LoRA | None = ...,
-    ignore_index: int = ...,
-    group: torch.distributed.ProcessGroup | None = ...,
-    vocab_start: int | None = ...,
-    recompute: str = ...,
-    workspace: int | str | None = ...,
-) -> TokenLogProbs: ...
+def selected_log_probs(*args: Any, **options: Any) -> Tensor: ...
 def selected_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -211,7 +184,7 @@ def selected_log_probs(
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor | TokenLogProbs:
     """Computes log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without storing logits.
 
@@ -264,7 +237,7 @@ def token_results(
     weight: Tensor | None,
     group,
     vocab_start: int | None,
-    workspace: int | str | None,
+    workspace: Bytes,
     recompute: str,
     lora: LoRA | None = None,
     summed: bool = False,

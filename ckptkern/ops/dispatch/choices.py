@@ -24,6 +24,7 @@ from . import tuned as _tuned
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)  # every name that an `activation` may be
 MODES = ("none", "selective", "full")
+Bytes = int | str | None  # a limit in bytes, or a size such as "64MiB"; None: none of its own
 
 
 def check_choice(op: str, name: str, value, choices) -> None:
@@ -454,7 +455,7 @@ class workspace:
     Raises ValueError for another size.
     """
 
-    def __init__(self, size: int | str | None):
+    def __init__(self, size: Bytes):
         nbytes = parse_bytes("workspace", size)
         self.outer, _choice.workspace = _choice.workspace, "" if nbytes is None else str(nbytes)
 
@@ -469,7 +470,7 @@ _MODES = int(Observed.MODES)
 UNBOUNDED = 2**62  # for meta tensors, where chunks would only take time, unless a mode counts their memory
 
 
-def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0, least: int = WORKSPACE) -> int:
+def choose_workspace(op: str, value: Bytes, x: Tensor, summed: int = 0, least: int = WORKSPACE) -> int:
     """Returns the workspace in bytes: the value, else that of `workspace`, else the default of x's device.
 
     On a CPU the default is `least`, or the float32 sums of the weight that has most elements, `summed`, over which each chunk

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import eager
 from ...frozen import Frozen
 from ..dispatch.choices import (
+    Bytes,
     cast_input,
     check_input,
     check_options,
@@ -323,7 +324,7 @@ def linear_stack(
     activation: str = "relu",
     *,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes k layers h <- act(h w_l^T + b_l), starting from x, as one region.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.choices import (
+    Bytes,
     check_input,
     check_options,
     check_weight,
@@ -190,7 +191,7 @@ def mlp_block(
     residual: bool = True,
     training: bool = True,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes an MLP sublayer with its norms, dropouts and residual as one region.
 
@@ -313,7 +314,7 @@ def mlp(
     *,
     training: bool = True,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes y = dropout(act(x fc1_weight^T + fc1_bias)) fc2_weight^T + fc2_bias.
 
@@ -346,7 +347,7 @@ def gated_mlp(
     down_bias: Tensor | None = None,
     training: bool = True,
     recompute: str = "full",
-    workspace: int | str | None = None,
+    workspace: Bytes = None,
 ) -> Tensor:
     """Computes y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
 
