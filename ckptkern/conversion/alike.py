@@ -53,6 +53,12 @@ def same_inside(name: str, module: nn.Module, other_name: str, other: nn.Module)
     )
 
 
+def differing(module: nn.Module, other: nn.Module) -> set[str]:
+    """Returns the names of the attributes in which modules with the same inside differ."""
+    pairs = zip(attributes_of(module), attributes_of(other), strict=True)
+    return {name for ours, theirs in pairs for name in ours if not Numbers(None, None).same(ours[name], theirs[name])}
+
+
 def number_in(name: str) -> int | None:
     """Returns the last number in a module's name, its layer index: 3 for "layers.3.mlp"."""
     return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), None)

@@ -27,7 +27,7 @@ from .. import ops
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
-from ..ops.dispatch.choices import autocast_dtype, choose_workspace, in_region
+from ..ops.dispatch.choices import Bytes, autocast_dtype, choose_workspace, in_region
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import decides, saved_decisions
@@ -37,12 +37,12 @@ from ..segments.unread import Unread, when_read
 from ..state.modules import HOOKS
 from ..storage import Store
 from . import masks
-from .alike import same_inside
+from .alike import differing, same_inside
 from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch, reads_of
-from .protection import unmoved
+from .protection import restorer_of, unmoved
 from .quantized import read_packed
 from .reading import Argument, Probability, Reading
 from .report import AGAIN, RAN, warn_of, warn_once
@@ -123,7 +123,7 @@ class Segment:
         """Returns whether the forward returns probabilities, for which placeholders stand."""
         return self.reading.result is not None and Unread in self.reading.result[1]
 
-    def y(self, flat: list, mode: str, workspace: int | str | None = None) -> Tensor:
+    def y(self, flat: list, mode: str, workspace: Bytes = None) -> Tensor:
         """Returns the op's result in a call with these values."""
         arguments = self.op_arguments(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
@@ -137,7 +137,7 @@ class Segment:
                 hook(self.router, (), (logits,))  # transformers collects them for an auxiliary loss
         return y
 
-    def __call__(self, flat: list, mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None):
+    def __call__(self, flat: list, mode: str, workspace: Bytes, forward: Callable[[], object] | None = None):
         """Returns what the module's forward returns. forward: the original forward, for results that are computed when read."""
         return self.returned(self.y(flat, mode, workspace), flat, forward)
 
@@ -169,7 +169,7 @@ class Forward:
     differs = False  # the last call did not run as the row says
     is_token_wise = False
     is_region = True  # it bounds its own memory: a layer around it that runs in parts calls it as a whole
-    workspace: int | str | None = None
+    workspace: Bytes = None
     store: Store | None = None
     group: tuple[Any, int] | None = None  # (a Group, its place in it)
 
@@ -423,6 +423,8 @@ class General(Forward):
             whole = dict.fromkeys(path for path, _ in module.named_modules())
             self.watches = [Watch(module, reads) for reads in (reads_of(module, (args, kwargs)), whole)]
             self.parts = Parts()
+            if any(restorer_of(value) for m in module.modules() for value in vars(m).values()):
+                self.parts.is_whole, self.parts.why = True, "it holds a generator of random numbers"
 
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":
@@ -436,6 +438,7 @@ class General(Forward):
         for other_name, other in others:
             if same_inside(name, self.module, other_name, other.module) and kinds_inside(self) == kinds_inside(other):
                 self.parts = other.parts
+                self.parts.share(differing(self.module, other.module))
                 return
         others.append((name, self))
 
@@ -444,7 +447,13 @@ class General(Forward):
         if self.parts is None or x is None:
             return whole
         workspace = choose_workspace("convert", self.workspace, x)
-        if self.parts.fits(workspace, args, kwargs) or not all(watch.unchanged() for watch in self.watches):
+        hooks = nn.modules.module  # of all modules; a recompute does as forward, whichever there are then
+        if (
+            self.parts.fits(workspace, args, kwargs)
+            or hooks._global_forward_hooks
+            or hooks._global_forward_pre_hooks
+            or not all(watch.unchanged() for watch in self.watches)
+        ):
             return whole
         # a reentrant checkpoint recomputes in a backward pass: a result that is read later would have no gradient
         later = torch._C._current_graph_task_id() == -1 or in_region()

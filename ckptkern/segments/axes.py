@@ -248,7 +248,7 @@ def _attention(node, axis, n):
     masks = [_aligned(node, source, axis) for source in node.all_input_nodes if source not in by_heads]
     if axis.dim == 2 and not is_part and not argument(node, "is_causal"):
         q, *others = by_heads
-        return Cut([(q, axis), *((source, None) for source in dict.fromkeys(others)), *masks])
+        return Cut([(q, axis), *dict.fromkeys(others).items(), *masks])
     if axis.dim > 1:
         return None
     inputs = []

@@ -12,9 +12,10 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,7 +30,7 @@ from ..subclasses import PLAIN
 from .axes import VIEWS, argument, name_of, resized, shape_of
 from .checkpoint import checkpoint
 from .decisions import DECIDES
-from .recorded import Changed, Recording, filled, recorded, taken
+from .recorded import Changed, Reads, Recording, filled, recorded, taken
 from .slices import in_slices
 from .stages import Planner, Stage, Uncut, bytes_of, in_turn, is_list, size_of
 from .tiled import is_transformed
@@ -189,19 +190,40 @@ register_pytree_node(
 )
 
 
+@contextlib.contextmanager
+def noting(module: nn.Module, names: set[str], read: set[str]) -> Iterator[None]:
+    """Adds those of these attributes of modules inside that are read to `read`."""
+
+    def noted(name):
+        return property(lambda owner: (read.add(name), vars(owner)[name])[1])
+
+    with contextlib.ExitStack() as stack:
+        for m in module.modules():
+            for name in names & vars(m).keys():
+                stack.enter_context(mock.patch.object(type(m), name, noted(name), create=True))
+        yield
+
+
 class Parts:
     """Runs the forward of a module's class in parts. plans: by kind of call; None: runs whole. slices: the number for each
-    stage, in a check; 0: by the workspace. is_whole: every call runs whole. why: the reason."""
+    stage, in a check; 0: by the workspace. is_whole: every call runs whole. why: the reason. differing: attributes in which
+    the modules that share it differ, such as a layer's index: a forward that reads any of them has a plan of its own."""
 
-    def __init__(self, is_whole: bool = False) -> None:
-        self.is_whole = is_whole
+    def __init__(self, is_whole: bool = False, differing: Iterable[str] = ()) -> None:
+        self.is_whole, self.differing = is_whole, set(differing)
         self.plans: dict[Any, Plan | None] = {}
         self.whole: dict[tuple, list[list[int]]] = {}  # sizes of calls that fit the workspace whole
         self.slices = self.changes = 0
         self.why = ""
 
     def __reduce__(self) -> tuple:  # a copy plans anew
-        return Parts, (self.is_whole,)
+        return Parts, (self.is_whole, self.differing)
+
+    def share(self, differing: set[str]) -> None:
+        """Prepares for one more module, which differs in these attributes."""
+        if not differing <= self.differing:
+            self.differing |= differing
+            self.plans.clear()
 
     def fits(self, workspace: int, args: tuple, kwargs: dict) -> bool:
         """Returns whether an earlier call at least as large fitted the workspace whole."""
@@ -215,8 +237,7 @@ class Parts:
             flat, spec = tree_flatten(tree_map_only(MutableMapping, _Shared, (args, kwargs)))
             later = False  # a second run would fill the mapping again
         plan = None
-        hooks = torch.nn.modules.module  # of all modules
-        if not (self.is_whole or is_transformed() or hooks._global_forward_hooks or hooks._global_forward_pre_hooks):
+        if not (self.is_whole or is_transformed()):
             plan = self.plan_of(module, flat, spec, workspace, later)
         if plan is None:
             with own_modes():  # fused layers inside bound their own memory
@@ -265,7 +286,7 @@ class Parts:
             return None
         kinds += [(name, tensor if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in own]
         key = (spec, workspace, later, self.slices, module.training, autocast_dtype(tensors[0]), *kinds)
-        keys = key, (key, module)  # modules that are alike may set other seeds
+        keys, read = (key, (key, module)), set[str]()  # modules that are alike may set other seeds
         with _planning:
             for key in keys:
                 if key in self.plans:
@@ -273,7 +294,12 @@ class Parts:
                     return plan
             plan = None
             try:
-                with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                with (
+                    torch.no_grad(),
+                    torch._C.DisableTorchFunction(),
+                    _disable_current_modes(),
+                    noting(module, self.differing, read),
+                ):
                     plan = planned(module, flat, spec, workspace, self.slices, later)
             except Changed as error:
                 self.why, self.changes = str(error), self.changes + 1
@@ -281,7 +307,7 @@ class Parts:
                     return None
             except Exception as error:  # any error of a forward on fake tensors
                 self.why = str(error) if isinstance(error, Uncut) else f"{type(error).__name__}: {error}"
-            self.plans[keys[bool(plan and plan.ends)]] = plan
+            self.plans[keys[bool(read or (plan and plan.ends))]] = plan
             if len(self.plans) > PLANS:
                 del self.plans[next(iter(self.plans))]
             return plan
@@ -343,7 +369,7 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
     def forward(*tensors):
         args, kwargs = arguments = filled((values, spec), tensors)
         before, kind = tree_flatten(arguments)
-        with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording():
+        with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording(), Reads():
             result = type(module).forward(module, *args, **kwargs)
         now, after = tree_flatten(arguments)
         if after != kind or any(value is not other for value, other in zip(now, before, strict=True)):

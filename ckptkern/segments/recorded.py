@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..ops.dispatch.choices import setting
@@ -35,6 +36,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
+READS = "its forward reads values of tensors on the host"
 SEEDS = 1000001517, 1000005091  # Python's and NumPy's numbers begin near 0, and near 1: a choice by chance differs
 
 
@@ -185,6 +187,15 @@ def grouped_mm(function: Callable, x: Tensor, weight: Tensor, *args, **kwargs) -
     return x.new_empty(len(x), weight.shape[-1])
 
 
+class Reads(TorchDispatchMode):
+    """Refuses reads of values of tensors that are not fake, such as parameters: they would be constants of a plan."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.Tag.data_dependent_output in function.tags and not isinstance(args[0], FakeTensor):
+            raise Uncut(READS)
+        return function(*args, **(kwargs or {}))
+
+
 class Recording(TorchFunctionMode):
     """Hides calls from other modes. A forward sees gradients on and off as in training, but no graph is recorded. Tensors that
     are detached, or computed while gradients are off, are marked by the operator `stopped`."""
@@ -193,6 +204,8 @@ class Recording(TorchFunctionMode):
         if function is torch._C._set_grad_enabled:
             return function(*args)
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name in ("tolist", "numpy", "__array__"):
+            raise Uncut(READS)
         if name.endswith("grouped_mm"):
             result = traced_call(None, grouped_mm, (function, *args), kwargs)
         else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -388,3 +391,101 @@ class Passing(Weighed):
         for layer in self.layers:
             x, weights = layer(x, weights)
         return x
+
+
+# -- what a plan may not hold as a constant ---------------------------------------------------------------------------
+
+
+class Numbered(nn.Module):
+    """A layer that reads something of its own that the plan of another call, or of another layer, does not know."""
+
+    def __init__(self, read, number):
+        super().__init__()
+        self.number, self.read = number, read
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("flag", torch.tensor(number > 0))
+        self.register_buffer("count", torch.tensor(2 + number))
+        self.loose, self.generator = torch.tensor(1.25), None
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        h = self.up(x)
+        return x + self.down((h.sigmoid() * h).cumsum(1) / 9) * self.read(self, x, twice)
+
+
+class Numbers(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Numbered(read, number) for number in range(LAYERS)])
+        self.is_checkpointed = False
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, twice, use_reentrant=False) if self.is_checkpointed else layer(x, twice)
+        return x
+
+
+READS = {
+    "index, for an argument": lambda layer, x, twice: 1 + layer.number if twice else 1,
+    "index, by length": lambda layer, x, twice: 1 + layer.number if x.shape[1] > 40 else 1,
+    "index, in evaluation": lambda layer, x, twice: 1 if layer.training else 1 + layer.number,
+    "index": lambda layer, x, twice: 1 + layer.number,
+    "item of a parameter": lambda layer, x, twice: layer.scale.item() + layer.scale,
+    "list of a parameter": lambda layer, x, twice: layer.scale.tolist() + layer.scale,
+    "if a buffer": lambda layer, x, twice: 2 if layer.flag else 1,
+    "slice to a buffer": lambda layer, x, twice: x[:, : layer.count].sum(1, keepdim=True),
+    "item of a tensor": lambda layer, x, twice: layer.loose.item(),
+    "own generator of NumPy": lambda layer, x, twice: float(layer.generator.random()),
+    "own generator of Python": lambda layer, x, twice: layer.generator.random(),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_what_a_layer_reads_of_its_own_is_no_constant(kind):
+    """In later calls of other kinds, and after changes, beside torch's checkpoint, which runs the forward again."""
+    results = []
+    for is_ours in (False, True):
+        model, rows = Numbers(READS[kind]), []
+        for layer in model.layers if "generator" in kind else ():
+            layer.generator = (np.random.default_rng if kind.endswith("NumPy") else random.Random)(layer.number)
+        if is_ours:
+            rows = ckptkern.convert(model, torch.randn(2, 16, D), recompute="full", workspace="2KiB").rows
+        model.is_checkpointed = not is_ours
+        results.append([])
+        for i, (length, twice) in enumerate([(16, False), (16, True), (64, True)]):
+            for layer in model.layers:
+                layer.train(i != 1)
+                layer.scale.data.fill_(1.0 + i)
+                layer.flag.fill_(i > 1)
+                layer.count.fill_(2 + i)
+                layer.loose = torch.tensor(1.0 + i)
+            model.zero_grad()
+            y = model(torch.randn(2, length, D, generator=torch.Generator().manual_seed(i)), twice)
+            y.square().mean().backward()
+            results[-1] += [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert len(rows) == LAYERS
+    assert all(("it runs in parts" in row.reason) == kind.startswith("index") for row in rows), rows
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_hooks_of_all_modules_in_one_pass_alone(when):
+    """As those of FlopCounterMode around a forward: backward recomputes as forward ran."""
+    model, x = Model(recurrence, bump), torch.randn(1, 512, D)
+    theirs = step(copy.deepcopy(model), x)
+    ckptkern.convert(model, x[:, :64], recompute="full", workspace=2**16)
+    x.requires_grad_()
+    with contextlib.ExitStack() as stack:
+        hook = functools.partial(nn.modules.module.register_module_forward_hook, lambda *call: None)
+        if when == "forward":
+            stack.callback(hook().remove)
+        y = model(x)
+        if when == "forward":
+            stack.close()
+        else:
+            stack.callback(hook().remove)
+        y.square().mean().backward()
+    for a, b in zip([y.detach(), x.grad, *(p.grad for p in model.parameters())], theirs, strict=True):
+        assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-3)
