@@ -23,6 +23,8 @@ PAGES = Path(__file__).resolve().parent / "reference"
 HEADING = re.compile(r"^(##? ckptkern\.\S+|### \S+)$", re.MULTILINE)
 ROW = re.compile(r"^\| \[`(\w+)`\]\(functions/\w+\.md\) \|.*$", re.MULTILINE)
 INDENT = "    "
+# Aliases that mean nothing to who has not read the code.
+ALIASES = {"Bytes": "int | str | None", "Device": "torch.device | str | int | None"}
 
 
 class Bare(str):
@@ -33,7 +35,7 @@ class Bare(str):
 
 def annotation(hint: object) -> object:
     text = getattr(hint, "__forward_arg__", hint)  # a NamedTuple's field has a ForwardRef
-    return Bare(text) if isinstance(text, str) else text
+    return Bare(ALIASES.get(text, text)) if isinstance(text, str) else text
 
 
 def default(value: object) -> object:
