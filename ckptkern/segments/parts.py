@@ -193,14 +193,11 @@ register_pytree_node(
 @contextlib.contextmanager
 def noting(module: nn.Module, names: set[str], read: set[str]) -> Iterator[None]:
     """Adds those of these attributes of modules inside that are read to `read`."""
-
-    def noted(name):
-        return property(lambda owner: (read.add(name), vars(owner)[name])[1])
-
     with contextlib.ExitStack() as stack:
         for m in module.modules():
             for name in names & vars(m).keys():
-                stack.enter_context(mock.patch.object(type(m), name, noted(name), create=True))
+                noted = property(lambda owner, name=name: (read.add(name), vars(owner)[name])[1])
+                stack.enter_context(mock.patch.object(type(m), name, noted, create=True))
         yield
 
 
