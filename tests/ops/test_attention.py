@@ -224,7 +224,8 @@ def test_groups_share_heads_of_k_and_v(H_kv, packed, dtype):
     assert count == {1}
     parts, count = groups(1)
     assert count == {4}
-    torch.testing.assert_close(parts, whole)
+    rounding = 1e-4 if dtype == torch.float32 else 1e-10  # gradients are sums of up to some tens
+    torch.testing.assert_close(parts, whole, rtol=rounding, atol=rounding)
 
 
 AFTER_CORE = {"o", "gated", "f", "z", "y"}
