@@ -436,8 +436,11 @@ class General(Forward):
         if self.parts is None:
             return
         for other_name, other in others:
-            inside = name, self.module, other_name, other.module
-            if other.parts and same_inside(*inside) and kinds_inside(self) == kinds_inside(other):
+            if (
+                other.parts
+                and same_inside(name, self.module, other_name, other.module)
+                and kinds_inside(self) == kinds_inside(other)
+            ):
                 self.parts = other.parts
                 self.parts.share(differing(self.module, other.module))
                 return

@@ -242,11 +242,12 @@ def _group_norm(node, axis, n):
 
 def _attention(node, axis, n):
     """Cuts core attention of q, k, v [B, H, S, D], or another function of such tensors, and a mask that is broadcast to
-    [B, H, S, S]: along samples or heads; core attention that is not causal also along queries."""
+    [B, H, S, S]: along samples or heads; core attention with a mask also along queries."""
     is_part = name_of(node) == "part"
     by_heads = node.args[0] if is_part else node.args[:3]
     masks = [_aligned(node, source, axis) for source in node.all_input_nodes if source not in by_heads]
-    if axis.dim == 2 and not is_part and not argument(node, "is_causal"):
+    # without a mask it saves nothing: each slice has a gradient of all keys and values
+    if axis.dim == 2 and masks and not is_part and not argument(node, "is_causal"):
         q, *others = by_heads
         return Cut([(q, axis), *dict.fromkeys(others).items(), *masks])
     if axis.dim > 1:

@@ -169,7 +169,7 @@ SEGMENTS = [
     Fault(
         "parts: a slice of queries of causal attention",
         "ckptkern/segments/axes.py",
-        'if axis.dim == 2 and not is_part and «not argument(node, "is_causal")»:',
+        'if axis.dim == 2 and masks and not is_part and «not argument(node, "is_causal")»:',
         "True",
         ("tests/segments/test_axes.py",),
     ),

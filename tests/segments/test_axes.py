@@ -303,14 +303,13 @@ def attentions(b, s, h, d):
         name,
         sdpa,
         (q, q, q),
-        {0, 1, 2},
-        {Axis(1): [Axis(1)] * 3, Axis(0, 2): [Axis(0, 2)] * 3, Axis(2, 1, 2): [Axis(2, 1, 2), None, None]},
+        {0, 1},
+        {Axis(1): [Axis(1)] * 3, Axis(0, 2): [Axis(0, 2)] * 3, Axis(2): None},
     )
     yield Case(name, functools.partial(sdpa, is_causal=True), ((b, h, 3, d), q, q), {0, 1})
     grouped = {Axis(1): None, Axis(1, 1, 2): [Axis(1, 1, 2), Axis(1), Axis(1)], Axis(1, h // 2): None}
-    yield Case(name, sdpa, (q, k, k), {0, 2}, grouped | {Axis(2): [Axis(2), None, None]})
-    yield Case(name, lambda x: sdpa(x, x, x), (q,), {0, 1}, {Axis(1): [Axis(1)], Axis(2): None})
-    yield Case(name, lambda x, y: sdpa(x, y, y), (q, q), {0, 1, 2}, {Axis(2): [Axis(2), None]})
+    yield Case(name, sdpa, (q, k, k), {0}, grouped)
+    yield Case(name, lambda x: sdpa(x, x, x), (q,), {0, 1}, {Axis(1): [Axis(1)]})
     masked = lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask)  # noqa: E731
     for mask, axes in {
         (s, s): (None, None, Axis(0)),
@@ -321,18 +320,22 @@ def attentions(b, s, h, d):
         cuts = [[Axis(0)] * 3, [Axis(1)] * 3, [Axis(2), None, None]]
         expected = {Axis(i): [*cuts[i], mask_axis] for i, mask_axis in enumerate(axes)}
         yield Case(name, masked, (q, q, q, mask), {0, 1, 2}, expected)
+    yield Case(
+        name, lambda x, mask: masked(x, x, x, mask), (q, (s, s)), {0, 1}, {Axis(1): [Axis(1), None], Axis(2): None}
+    )
+    two = {Axis(2, 1, 2): [Axis(2, 1, 2), None, Axis(0, 1, 2)]}
+    yield Case(name, lambda x, y, mask: masked(x, y, y, mask), (q, q, (s, s)), {0, 1, 2}, two)
+    causal = aten._scaled_dot_product_efficient_attention.default
+    yield Case("_scaled_dot_product_efficient_attention", causal, (q, k, k, (s, s), False, 0.0, True), {0})
     for kind, rest, mask in (
         ("flash", (), []),
         ("efficient", ((b, 1, s, s), False), [Axis(0)]),
         ("cudnn", ((1, h, s, s), False), [None]),
     ):
         name = f"_scaled_dot_product_{kind}_attention"
-        cuts = {Axis(0): [Axis(0)] * 3 + mask, Axis(1): None, Axis(2): [Axis(2), None, None] + [Axis(2)] * len(mask)}
-        yield Case(name, getattr(aten, name).default, (q, k, k, *rest), {0, 2}, cuts)
-    rest = {"flash": (0.0, True), "efficient": (None, False, 0.0, True), "cudnn": (None, False, 0.0, True)}
-    for kind, causal in rest.items():
-        name = f"_scaled_dot_product_{kind}_attention"
-        yield Case(name, getattr(aten, name).default, (q, k, k, *causal), {0})
+        queries = {Axis(2): [Axis(2), None, None, Axis(2)] if mask else None}
+        cuts = {Axis(0): [Axis(0)] * 3 + mask, Axis(1): None} | queries
+        yield Case(name, getattr(aten, name).default, (q, k, k, *rest), {0, 2} if mask else {0}, cuts)
     target, x = torch.ops.ckptkern.part.default, torch.randn(b, s, d)
     heads = [torch.randn(q), torch.randn(k), torch.randn(k)]
     yield Case(
