@@ -251,7 +251,8 @@ def test_no_second_gradient_is_made():
     assert before - peak() > 0.9 * head.linear.weight.nbytes
     ckptkern.accumulate_in_place(head, enabled=False)
     assert not hasattr(head.linear.weight, "main_grad")
-    assert peak() == before
+    # What earlier steps left to the garbage collector may be freed meanwhile: some bytes less.
+    assert abs(peak() - before) < 0.1 * head.linear.weight.nbytes
 
 
 def retained(model):
