@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
 from ..dispatch.choices import (
-    MODES,
     check_choice,
     check_count,
     check_flags,
     check_input,
+    check_mode,
     check_number,
     check_positive,
     check_probability,
@@ -256,7 +256,7 @@ def check_scores(
     op, x, shapes, *, recompute, dropout_p, scale, rotary_interleaved, is_causal, mask_is_exclusion, **others
 ) -> None:
     """Checks arguments of both kinds of attention that need no other argument. shapes: the shapes of x, for the message."""
-    check_choice(op, "recompute", recompute, MODES)
+    check_mode(op, recompute)
     check_probability(op, dropout_p)
     check_flags(op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion)
     check_number(op, "scale", 1.0 if scale is None else scale)
@@ -300,7 +300,7 @@ def around_core(
     slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: see
     `around`.
     """
-    softcap = 0.0 if softcap is None else check_softcap(op, softcap)
+    softcap = check_softcap(op, softcap)
     tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
     context = ACTIVE.context
     seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # seen: with the rows of all ranks

@@ -14,7 +14,6 @@ from ...errors import DtypeError, ShapeError
 from ...frozen import Frozen
 from ...subclasses import PLAIN
 from ..dispatch.choices import (
-    MODES,
     WORKSPACE_OF_LOSS,
     Bytes,
     autocast_off,
@@ -22,6 +21,7 @@ from ..dispatch.choices import (
     check_choice,
     check_flags,
     check_input,
+    check_mode,
     check_number,
     check_softcap,
     check_tensor,
@@ -253,7 +253,7 @@ def token_results(
     named: input, w and target in messages of the function `op`. summed: only the sum of the losses is read; loss may then be
     that sum, [1].
     """
-    check_choice(op, "recompute", recompute, MODES)
+    check_mode(op, recompute)
     check_input(op, input, named[0])
     check_weight(op, named[1], w, b, input, input.shape[-1], named[0])
     if top_k is not None:
