@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.choices import check_tensor, kernels_alone
+from ..dispatch.choices import KERNEL_DTYPES, check_tensor, kernels_alone
 from ..dispatch.shard import refuse_context
 from ..registration.functions import Bodies
 from ..sublayer.dropout import dropout_arguments
@@ -215,7 +215,7 @@ def fused_core(
     if (
         not x.is_cuda
         or kernels_alone()
-        or dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or dtype not in KERNEL_DTYPES
         or (dtype == torch.float32 and precision != "ieee")
         or not head_dim
         or any(other is not None for other in others)
