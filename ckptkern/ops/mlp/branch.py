@@ -26,7 +26,6 @@ from ..sublayer.dropout import dropout_arguments
 from ..sublayer.lora import low_rank, names_of, reference_linear
 
 LAYERS = ("gate", "up", "down")
-BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that do not need dh
 READ_H = OF_DOWN - {"down_bias"}
@@ -277,7 +276,7 @@ class Sums:
         for name in () if self.once else need:
             if name != "x":
                 of = getattr(branch.t, name)
-                self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks)
+                self.totals[name] = BiasGrad(of, chunks) if name in BIAS.values() else WeightGrad(of, chunks)
         self.parts: dict[str, bool | torch.dtype] = dict.fromkeys(LAYERS, False)
         for layer in LAYERS:
             if (bias := BIAS[layer]) in need:

@@ -37,7 +37,7 @@ from ..registration.op import (
     with_fields,
 )
 from ..sublayer.dropout import draw_state
-from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora, names_of, updates_of
+from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora, updates_of
 from ..sublayer.residual import (
     AroundTensors,
     RandomStates,
@@ -53,9 +53,6 @@ from .branch import LAYERS, BranchOptions, MLPBranch, Sums, check_branch, refere
 
 # Live rows like the input's, in the accumulate dtype: beside the branch's own, and in an eager norm's backward.
 AROUND_BRANCH, AROUND_NORM = 5, 10
-OF_BRANCH = frozenset(
-    name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))
-)  # MLPTensors' fields
 
 
 @with_fields(AroundTensors, ..., updates_of(LAYERS), RandomStates)
@@ -68,6 +65,9 @@ class MLPTensors(NamedTuple):
     up_bias: Tensor | None
     down_weight: Tensor
     down_bias: Tensor | None
+
+
+OF_BRANCH = frozenset((*MLPTensors.own, *updates_of(LAYERS)._fields))
 
 
 @with_fields(..., SublayerOptions)
