@@ -28,6 +28,7 @@ from .dispatch.choices import (
 from .registration.functions import build
 from .registration.gradients import BiasGrad, WeightGrad
 from .registration.op import (
+    Chunks,
     Op,
     beside_frozen,
     by_chunks,
@@ -224,7 +225,7 @@ class ExpertsBranch:
             token *= 2
         return top_k * pair + token
 
-    def chunks(self, index: Tensor) -> list[tuple[int, int]]:
+    def chunks(self, index: Tensor) -> Chunks:
         """Returns the [start, stop) ranges of tokens that forward and backward take at once. index: [T, top_k]."""
         return token_chunks(len(index), lambda: self.row_bytes(index.shape[1]), self.o.workspace)
 

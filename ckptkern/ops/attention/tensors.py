@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..registration.op import row_count, token_chunks, with_fields
+from ..registration.op import Chunks, row_count, token_chunks, with_fields
 from ..sublayer.lora import updates_of
 from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions
 from .context import Context
@@ -110,7 +110,7 @@ class Division(NamedTuple):
     across groups; several are computed again in each group."""
 
     groups: int
-    chunks: list[tuple[int, int]]
+    chunks: Chunks
 
 
 def part_of(n: int, index: int, count: int, unit: int = 1) -> slice:

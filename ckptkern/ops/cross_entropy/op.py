@@ -17,6 +17,7 @@ from ..registration.functions import build
 from ..registration.gradients import WeightGrad, main_grad_of
 from ..registration.op import (
     CHUNK_ROWS,
+    Chunks,
     Op,
     beside_frozen,
     by_chunks,
@@ -45,7 +46,7 @@ def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> N
         torch._assert_async(~bad.any(), f"{NAME}: a target is out of bounds")
 
 
-def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
+def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> Chunks:
     """Returns [start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as
     equal as multiples of COLUMNS can be. Without a workspace there is one range."""
     chunks = token_chunks(-(-entries // COLUMNS) * COLUMNS, max(bytes_per_entry, 1), workspace, COLUMNS)
@@ -100,7 +101,7 @@ class UpdatedHead:
         self.da: Tensor | None = None
         self.db = torch.empty_like(self.tensors.head_lora_b) if needs_b else None
 
-    def chunks(self) -> list[tuple[int, int]]:
+    def chunks(self) -> Chunks:
         """Returns the [start, stop) ranges of tokens that backward takes at once, which fit a quarter of the workspace."""
         least = None if self.o.workspace is None else self.o.workspace // 4
         return token_chunks(self.rows.shape[0], self.bytes_of_token, least)
@@ -270,7 +271,7 @@ def head_gradients(
     lse: Tensor,
     dtype: torch.dtype,
     needs: int,
-    chunks: list[tuple[int, int]],
+    chunks: Chunks,
     group: str = "",
     updated: UpdatedHead | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -255,12 +255,13 @@ def beside_frozen(weights: Iterable, o, dtype: torch.dtype) -> tuple[Any, bool]:
 
 # -- chunks of rows that fit the workspace
 
+Chunks = list[tuple[int, int]]  # [start, stop) of each
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
 
 def token_chunks(
     rows: int, bytes_per_row: int | Callable[[], int], workspace: int | None, unit: int = CHUNK_ROWS
-) -> list[tuple[int, int]]:
+) -> Chunks:
     """Returns [start, stop) row ranges whose transient tensors fit `workspace`: at least `unit` rows each, and as equal as
     multiples of it can be.
 
@@ -280,7 +281,7 @@ def token_chunks(
 
 
 def by_chunks(
-    chunks: Sequence[tuple[int, int]],
+    chunks: Chunks,
     of_rows: Callable[[int, int], dict[str, Tensor]],
     into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:

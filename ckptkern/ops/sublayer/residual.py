@@ -30,7 +30,16 @@ from ..dispatch.choices import (
     primitives,
 )
 from ..dispatch.shard import ACTIVE
-from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
+from ..registration.op import (
+    Chunks,
+    SublayerOp,
+    beside_frozen,
+    by_chunks,
+    cast_parameter,
+    needed_names,
+    rows_2d,
+    token_chunks,
+)
 from .dropout import draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, check_vectors, sample_shape
@@ -160,18 +169,18 @@ class Sublayer:
         needed."""
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
-    def chunks(self) -> list[tuple[int, int]]:
+    def chunks(self) -> Chunks:
         """Returns [start, stop) of the rows that a pass computes at once. Subclasses define `row_bytes`, the transient
         bytes per row."""
         return token_chunks(self.x.shape[0], self.row_bytes, self.o.workspace)
 
-    def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
+    def norm_chunks(self, x: Tensor) -> Chunks:
         """Returns [start, stop) of the rows that a norm computes at once: PyTorch ops have transient tensors, kernels have
         none."""
         of_row = NORM_TENSORS * x.shape[1] * max(x.element_size(), 4)
         return token_chunks(x.shape[0], of_row, self.quarter if self.o.backend == "eager" else None)
 
-    def vector_chunks(self) -> list[tuple[int, int]]:
+    def vector_chunks(self) -> Chunks:
         """Returns [start, stop) of the rows to which vectors of samples are applied at once, in PyTorch ops in every
         backend."""
 
@@ -369,7 +378,7 @@ class Sublayer:
 
     def by_chunks(
         self,
-        chunks: list[tuple[int, int]],
+        chunks: Chunks,
         backward: Callable[[Any, slice], dict[str, Tensor | None]],
         need: Collection[str],
         dx: Tensor | None = None,
