@@ -35,7 +35,7 @@ from .mlp.branch import saves as mlp_saves
 from .mlp.mlp import MLPTensors, bytes_around
 from .registration.functions import build
 from .registration.gradients import BiasGrad, WeightGrad
-from .registration.op import cast_parameter, with_fields
+from .registration.op import Grads, cast_parameter, with_fields
 from .sublayer.lora import NO_UPDATES, LoRA, gather_lora, updates_of
 from .sublayer.residual import (
     AroundTensors,
@@ -197,7 +197,7 @@ class Gradients:
             if name in need
         }
 
-    def results(self) -> dict[str, Tensor | None]:
+    def results(self) -> Grads:
         of_shared = {} if self.shared is None else self.shared.results()
         own = {name: total.result() for name, total in self.totals.items()}
         return own | {f"shared_{name}": grad for name, grad in of_shared.items()}
@@ -269,9 +269,7 @@ class MoESublayer(Sublayer):
         h, index = None, index.to(torch.int16 if logits.shape[1] < 2**15 else torch.int32)
         return saved | {"y": self.output(self.drop(f)), LOGITS: logits, "index": index}
 
-    def backward(
-        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Gradients
-    ) -> dict[str, Tensor | None]:
+    def backward(self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Gradients) -> Grads:
         """Returns the gradients that are not in `sums`."""
         index, dlogits, h = saved["index"].long(), saved[f"d{LOGITS}"], self.inputs()
         groups = eager.route(index, self.t.router_weight.shape[0])

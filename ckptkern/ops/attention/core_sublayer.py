@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import Delayed, Place, WeightGrad, add_matmul, arrived, is_late
-from ..registration.op import SublayerOp, needed_names
+from ..registration.op import Grads, SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of, reference_linear
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
@@ -314,7 +314,7 @@ class CoreSublayer(Sublayer):
             type(self).table, (*self.layout, self.trailing, bool(self.o.post_norm)), need, frozenset(at_hand)
         )
 
-    def backward(self, saved: Saved, needs: int) -> dict[str, Tensor | None]:
+    def backward(self, saved: Saved, needs: int) -> Grads:
         """Returns gradients by name ("x" and the fields of the tensors); recomputes what was not saved.
 
         saved: with "dy" [tokens, d]. It is emptied, so that each tensor ends where it has been read last.

@@ -21,7 +21,7 @@ from ...errors import ShapeError
 from ...frozen import Frozen
 from ..dispatch.choices import check_weight, primitives
 from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
-from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
+from ..registration.op import Grads, beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import dropout_arguments
 from ..sublayer.lora import low_rank, names_of, reference_linear
 
@@ -314,7 +314,7 @@ class Sums:
             da, db = map(totals.get, names_of(layer))
             self.branch.updates[layer].add_gradients(self.branch.p, dy, du, x, da, db, start)
 
-    def results(self) -> dict[str, Tensor | None]:
+    def results(self) -> Grads:
         return self.totals if self.once else {name: total.result() for name, total in self.totals.items()}
 
 

@@ -26,6 +26,7 @@ from ..dispatch.choices import (
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import across_ranks, build
 from ..registration.op import (
+    Grads,
     Op,
     by_chunks,
     in_order,
@@ -110,9 +111,7 @@ class MLPSublayer(Sublayer):
         f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
         return saved | {"y": self.output(self.drop(f))}
 
-    def backward(
-        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
-    ) -> dict[str, Tensor | None]:
+    def backward(self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums) -> Grads:
         """Computes the gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
         # no mode saves f: it is recomputed by one matmul from a saved hidden layer, else by all

@@ -23,6 +23,7 @@ from ... import state
 from ...frozen import Frozen, frozen_bytes
 
 _AUTOCAST = int(state.Observed.AUTOCAST)
+Grads = dict[str, Tensor | None]  # by the names of their tensors
 
 
 class Op:
@@ -187,7 +188,7 @@ def mask(kind: type, *names: str) -> int:
     return sum(1 << i for i, name in enumerate(("x", *kind._fields)) if name in names)
 
 
-def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
+def in_order(grads: Grads, kind: type, needs: int) -> list[Tensor | None]:
     """Returns gradients by name as a list in the order of "x" and the fields of `kind`; None where not needed."""
     ordered: list[Tensor | None] = []
     for name in ("x", *kind._fields):

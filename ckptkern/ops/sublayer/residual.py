@@ -32,6 +32,7 @@ from ..dispatch.choices import (
 from ..dispatch.shard import ACTIVE
 from ..registration.op import (
     Chunks,
+    Grads,
     SublayerOp,
     beside_frozen,
     by_chunks,
@@ -293,7 +294,7 @@ class Sublayer:
         residual: Tensor | None = None,
         overwrites: bool = False,
         norm: str = "norm",
-    ) -> dict[str, Tensor | None]:
+    ) -> Grads:
         """Returns the gradients of a norm by name: of its input `read` as "x", and of its weight and bias. norm: its name."""
         weight, bias = f"{norm}_weight", f"{norm}_bias"
         grads = self.norm_bwd(
@@ -343,7 +344,7 @@ class Sublayer:
         """Returns whether any requested gradient needs that of h."""
         return "x" in need or (not self.trailing and not OF_NORM.isdisjoint(need))
 
-    def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
+    def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> Grads:
         """Returns the gradients of x [tokens, d] and of a leading norm's parameters, from the gradient dh of the branch's
         input. May overwrite dh."""
         residual = dy if self.o.residual else None
@@ -353,9 +354,7 @@ class Sublayer:
             return self.norm_gradients(dh, self.x, need, residual, overwrites=True)
         return {"x": dh if residual is None else dh + residual}
 
-    def modulated_gradients(
-        self, dh: Tensor, residual: Tensor | None, need: Collection[str]
-    ) -> dict[str, Tensor | None]:
+    def modulated_gradients(self, dh: Tensor, residual: Tensor | None, need: Collection[str]) -> Grads:
         """Returns `input_gradients` for a norm with norm_scale or norm_shift."""
         chunks, grads = self.vector_chunks(), {}
         if len(chunks) > 1:
@@ -379,13 +378,13 @@ class Sublayer:
     def by_chunks(
         self,
         chunks: Chunks,
-        backward: Callable[[Any, slice], dict[str, Tensor | None]],
+        backward: Callable[[Any, slice], Grads],
         need: Collection[str],
         dx: Tensor | None = None,
-    ) -> dict[str, Tensor | None]:
+    ) -> Grads:
         """Calls backward(sublayer of some rows, their slice) for each chunk. Returns the gradient of x by rows, in `dx` if
         given, and the sums of the others."""
-        totals: dict[str, Tensor | None] = {}
+        totals: Grads = {}
 
         def of_rows(start, stop):
             grads = backward(self.rows(start, stop), slice(start, stop))
@@ -397,7 +396,7 @@ class Sublayer:
 
         return by_chunks(chunks, of_rows, dx if dx is None else {"x": dx}) | totals
 
-    def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
+    def finished(self, grads: Grads, need: Collection[str]) -> Grads:
         """Returns the gradients in the dtypes of their parameters, and that of x in x's shape."""
         for name, grad in grads.items():
             if isinstance(grad, Tensor) and name != "x":  # a delayed sum has its dtype
