@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ..eager import TensorFunction
 from ..frozen import Frozen
 from ..ops.dispatch.choices import setting
 from .protection import seeded
@@ -35,9 +36,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextlib.contextmanager
-def replacing(
-    module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] | None = None
-) -> Iterator[None]:
+def replacing(module: nn.Module, parameter: TensorFunction, buffer: TensorFunction | None = None) -> Iterator[None]:
     """Puts parameter(p), and buffer(b) if given, in place of each for a while. Shared tensors stay shared."""
     before = [
         (own, dict(own), other)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..nn.activations import recognised
 from ..nn.layer import Dropout
-from .check import TOLERANCE, Check, in_dtype, replacing
+from .check import TOLERANCE, Check, TensorFunction, in_dtype, replacing
 from .trace import Node, Unreadable, is_floating, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -85,11 +85,11 @@ def _outcome(leaf: nn.Module, x: Tensor) -> Tensor | None:
     return result if isinstance(result, Tensor) else None
 
 
-def check_of(leaf: nn.Module, like: Callable[[Tensor], Tensor]) -> Check:
+def check_of(leaf: nn.Module, like: TensorFunction) -> Check:
     return Check(lambda flat: leaf(*flat), lambda flat: like(*flat))
 
 
-def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor], Tensor], Any]]) -> Any:
+def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[TensorFunction, Any]]) -> Any:
     """Returns what is paired with the first function that gives the leaf's result for x, and in training and in evaluation
     the same result and gradients for the first rows of x; None if there is none."""
     y, was, parameters = _outcome(leaf, x), leaf.training, list(leaf.parameters(recurse=False))
@@ -109,7 +109,7 @@ def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor
     return None
 
 
-def agrees_in_16_bits(leaf: nn.Module, like: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+def agrees_in_16_bits(leaf: nn.Module, like: TensorFunction, x: Tensor) -> bool:
     """Returns whether the leaf computes like(x) up to rounding in bfloat16 and under autocast. Calls that it refuses do not
     count."""
     check, kind = check_of(leaf, like), x.device.type

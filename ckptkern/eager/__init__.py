@@ -29,6 +29,7 @@ from .elementwise import (
     ACTIVATIONS,
     NO_DROPOUT,
     Dropout,
+    TensorFunction,
     act,
     act_bwd,
     act_fwd,

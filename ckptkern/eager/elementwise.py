@@ -20,6 +20,7 @@ from ..subclasses import own_dispatch
 
 _aten = torch.ops.aten
 
+TensorFunction = Callable[[Tensor], Tensor]
 # (state, threshold, scale, col_base): col_base is where column 0 lies in the unsharded tensor; state None: no dropout
 Dropout = tuple[Tensor | None, int, float, int]
 NO_DROPOUT: Dropout = (None, 0, 1.0, 0)
@@ -32,17 +33,17 @@ class Activation(NamedTuple):
     torchs: torch's functions and module classes for this activation.
     """
 
-    act: Callable[[Tensor], Tensor]
+    act: TensorFunction
     grad: Callable[[Tensor, Tensor], Tensor]
-    act_: Callable[[Tensor], Tensor]
+    act_: TensorFunction
     grad_: Callable[[Tensor, Tensor], Tensor]
     temporaries: int = 0
     torchs: tuple[object, ...] = ()
 
 
 def _of_aten(
-    act: Callable[[Tensor], Tensor],
-    act_: Callable[[Tensor], Tensor],
+    act: TensorFunction,
+    act_: TensorFunction,
     backward: torch._ops.OpOverloadPacket,
     *torchs,
     **options,
@@ -54,9 +55,9 @@ def _of_aten(
 
 
 def _of_slope(
-    act: Callable[[Tensor], Tensor],
-    act_: Callable[[Tensor], Tensor],
-    slope: Callable[[Tensor], Tensor],
+    act: TensorFunction,
+    act_: TensorFunction,
+    slope: TensorFunction,
     temporaries: int,
 ) -> Activation:
     """Returns an Activation whose gradient is dy * slope(z)."""

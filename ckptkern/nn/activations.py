@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -12,10 +10,10 @@ from .. import eager
 from ..ops.dispatch.choices import ACTIVATIONS
 from .unmodified import unmodified, untouched
 
-Activation = str | Callable[[Tensor], Tensor]
+Activation = str | eager.TensorFunction
 
 
-def named(activation: Callable[[Tensor], Tensor]) -> str | None:
+def named(activation: eager.TensorFunction) -> str | None:
     """Returns ckptkern's name for an activation function or module of torch, or None."""
     for name, entry in eager.ACTIVATIONS.items():
         for known in entry.torchs:
@@ -32,7 +30,7 @@ def _same(ours: Tensor, theirs) -> bool:
     )
 
 
-def recognised(activation: Callable[[Tensor], Tensor]) -> str | None:
+def recognised(activation: eager.TensorFunction) -> str | None:
     """Returns the name of the activation that a function or module computes, or None.
 
     Other functions than torch's must agree in values and slopes at 840 points between -100 and 100. Modules must have no

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.types import Device
 
 from .. import ops
 from ..ops.dispatch.choices import Bytes, modes_of_sublayers
-from .activations import named
+from .activations import Activation, named
 from .attention import MultiheadAttention
 from .layer import Dropout, Layer, weights
 from .unmodified import DROPOUT, composed, unmodified, untouched
@@ -31,7 +30,7 @@ class _Layer(Layer):
         nhead: int,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        activation: Activation = F.relu,
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,
