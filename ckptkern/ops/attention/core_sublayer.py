@@ -24,23 +24,24 @@ from .tensors import Division, PositionTensors, batch_and_rows, part_of
 
 # Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
 # reads besides the quantity's gradient and the parameters.
-Table = dict[str, dict[str, tuple[str, ...]]]
+Operands = dict[str, tuple[str, ...]]
+Table = dict[str, Operands]
 Saved = dict[str, Tensor | None]  # by name
 
 
-def linear_operands(rows: str, letter: str) -> dict[str, tuple[str, ...]]:
+def linear_operands(rows: str, letter: str) -> Operands:
     """Returns the operands of a linear layer that reads `rows`, and of its low-rank update. letter: names the layer, as "q"
     names wq and bq."""
     return {rows: (), f"b{letter}": ()} | dict.fromkeys((f"w{letter}", *names_of(letter)), (rows,))
 
 
-def norm_operands(rows: str, norm: str, normed: bool) -> dict[str, tuple[str, ...]]:
+def norm_operands(rows: str, norm: str, normed: bool) -> Operands:
     """Returns the operands of a norm and rotation; without a norm their gradients read no value. norm: the name of the
     weight."""
     return dict.fromkeys((rows, norm, f"{norm}_bias"), (rows,) if normed else ())
 
 
-def input_operands(trailing: bool) -> dict[str, tuple[str, ...]]:
+def input_operands(trailing: bool) -> Operands:
     """Returns the operands of h, the branch's input; their gradients read only x, which is always saved."""
     return dict.fromkeys(("x",) if trailing else ("x", *OF_NORM), ())
 
