@@ -6,7 +6,7 @@ that it needs whole; None if entries of the result depend on other entries of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -51,15 +51,18 @@ class Axis(NamedTuple):
         place.copy_(part.reshape(place.shape))
 
 
+Sizes = tuple[tuple[int, int | None, int], ...]
+
+
 class Cut(NamedTuple):
     """The cut of an operator. inputs: each tensor input with its axis, None if it is needed whole. sizes: the arguments that
     scale with the number of entries: (position of the argument, index in it or None, size of an entry)."""
 
     inputs: list[tuple[fx.Node, Axis | None]]
-    sizes: tuple[tuple[int, int | None, int], ...] = ()
+    sizes: Sizes = ()
 
 
-def resized(node: fx.Node, sizes: Iterable[tuple[int, int | None, int]], count: int) -> tuple:
+def resized(node: fx.Node, sizes: Sizes, count: int) -> tuple:
     """Returns an operator's arguments for a slice of `count` entries. sizes: those of its Cut."""
     if not sizes:
         return node.args

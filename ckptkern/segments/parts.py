@@ -27,7 +27,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 from ..memory import placeholders
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
-from .axes import VIEWS, argument, name_of, resized, shape_of
+from .axes import VIEWS, Sizes, argument, name_of, resized, shape_of
 from .checkpoint import checkpoint
 from .decisions import DECIDES
 from .recorded import Changed, Reads, Recording, filled, recorded, taken
@@ -64,11 +64,10 @@ FOR_BACKWARD = (aten._scaled_dot_product_efficient_attention.default, aten._scal
 
 
 Modules = dict[str, nn.Module]
+Values = dict[fx.Node, Any]
 
 
-def run(
-    node: fx.Node, value: Callable[[fx.Node], Any], sizes: Iterable[tuple[int, int | None, int]] = (), count: int = 0
-):
+def run(node: fx.Node, value: Callable[[fx.Node], Any], sizes: Sizes = (), count: int = 0):
     """Runs an operator on a slice of `count` entries. sizes: those of its `axes.Cut`."""
     args, kwargs = fx.map_arg((resized(node, sizes, count), node.kwargs), value)
     target = RUNS.get(node.target, node.target)
@@ -83,7 +82,7 @@ def run(
     return target(*args, **kwargs)
 
 
-def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> None:
+def run_stage(stage: Stage, values: Values, modules: Modules) -> None:
     """Computes a stage's results from `values` and adds them to it."""
     inner = dict(values)
     with torch._C._DisableAutocast():
@@ -102,7 +101,7 @@ def run_stage(stage: Stage, values: dict[fx.Node, Any], modules: Modules) -> Non
             (node, axis): part if axis is None else axis.flat(part)
             for (node, axis), part in zip(stage.reads, parts, strict=True)
         }
-        computed: dict[fx.Node, Any] = {}
+        computed: Values = {}
         if stage.inside is not None:
             placeholders, stages, ends = stage.inside
             computed.update(zip(placeholders, inputs.values(), strict=True))
@@ -157,7 +156,7 @@ class Plan:
 
     stages: list[Stage]
     inputs: list[fx.Node]  # tensors among the arguments
-    held: dict[fx.Node, Any]  # (path of a module, "_parameters" or "_buffers", name), or a constant
+    held: Values  # (path of a module, "_parameters" or "_buffers", name), or a constant
     output: fx.Node
     spec: Any = None
     cost: int = 0
@@ -243,9 +242,7 @@ class Parts:
             kind, sizes = _sizes(workspace, args, kwargs)
             self.whole.setdefault(kind, []).append(sizes)
             return type(module).forward(module, *args, **kwargs)
-        values: dict[fx.Node, Any] = dict(
-            zip(plan.inputs, (value for value in flat if isinstance(value, Tensor)), strict=True)
-        )
+        values: Values = dict(zip(plan.inputs, (value for value in flat if isinstance(value, Tensor)), strict=True))
         modules = dict(module.named_modules())
         for node, held in plan.held.items():
             values[node] = held if isinstance(held, Tensor) else getattr(modules[held[0]], held[1])[held[2]]
