@@ -79,6 +79,7 @@ WITH_WORKSPACE = frozenset(
 ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  # ops
 TOKEN_WISE = ("mlp_block", "linear_stack", "linear_act")
 UNSEEN = object()
+Why = Callable[[], str]  # says why a call does not run as planned
 LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
 FILLED = "its cache of keys and values is not empty. Pass use_cache=False in training"
 REMEMBERED = 64  # patterns stored for a module; numbers among its arguments may differ in each call
@@ -214,13 +215,13 @@ class Forward:
         refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict):
+    def unfused(self, why: Why, args: tuple, kwargs: dict):
         """Runs the original forward, and counts a training call."""
         if torch.is_grad_enabled() and self.module.training and not is_compiling():
             self.count("original", why)
         return self.original(*args, **kwargs)
 
-    def count(self, ran: str, why: Callable[[], str] | None = None) -> None:
+    def count(self, ran: str, why: Why | None = None) -> None:
         """Counts a call. why: the cause and the remedy of a call that does not run as its row says; the first such call
         warns."""
         self.calls[ran] += 1
@@ -244,7 +245,7 @@ class Forward:
         args: tuple,
         kwargs: dict,
         context_fn: Callable = noop_context_fn,
-        why: Callable[[], str] | None = None,
+        why: Why | None = None,
     ):
         """Runs the original forward as an activation checkpoint. Caches stay empty, because a recompute would fill them
         twice."""
@@ -359,7 +360,7 @@ class Fused(Forward):
             return segment.returned(torch.empty_like(flat[segment.x]), flat)
         return segment(flat, "none", None)
 
-    def why_changed(self, segment: Segment, flat: list) -> Callable[[], str] | None:
+    def why_changed(self, segment: Segment, flat: list) -> Why | None:
         """Returns a function that says why the original runs as an activation checkpoint; None if the op runs."""
         if segment.attends and in_context_parallel():
             return lambda: "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
