@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from .registration.gradients import BiasGrad, WeightGrad
 from .registration.op import (
     Chunks,
     Op,
+    OpTensors,
     beside_frozen,
     by_chunks,
     cast_parameter,
@@ -94,7 +95,7 @@ class ExpertsBranch:
     a time.
     """
 
-    def __init__(self, parameters: Sequence[Tensor | None], o, dtype: torch.dtype, holds: bool | None = None):
+    def __init__(self, parameters: OpTensors, o, dtype: torch.dtype, holds: bool | None = None):
         if holds is None:
             o, holds = beside_frozen(parameters, o, dtype)
         o = o if holds else o._replace(backend="eager")

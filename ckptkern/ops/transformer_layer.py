@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from .moe import MoEBlock, moe_block
 from .moe import gather as gather_moe
 from .moe import saves as moe_saves
 from .registration.functions import build
-from .registration.op import SublayerOp, in_order, rows_2d, unflattened
+from .registration.op import OpTensors, SublayerOp, in_order, rows_2d, unflattened
 from .sublayer.residual import drawn
 
 AnyOptions = AttentionOptions | LatentOptions
@@ -75,9 +75,7 @@ class TransformerLayer(SublayerOp):
         return (*names, *(moe_saves if isinstance(o.mlp, MoEBlock.Options) else mlp_saves)(o.mlp))
 
     @classmethod
-    def sublayers(
-        cls, tensors: Sequence[Tensor | None], o: Any
-    ) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
+    def sublayers(cls, tensors: OpTensors, o: Any) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
         """Returns (x, each attention sublayer's tensors and options, the last sublayer's tensors)."""
         (x, *others), A = tensors, len(cls.attention.Tensors._fields)
         attentions = [

@@ -19,6 +19,7 @@ from ..registration.op import (
     CHUNK_ROWS,
     Chunks,
     Op,
+    OpTensors,
     beside_frozen,
     by_chunks,
     cast_parameter,
@@ -53,9 +54,7 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
     return [*chunks[:-1], (chunks[-1][0], entries)] if entries else []
 
 
-def operands(
-    tensors: Sequence[Tensor | None], o, dtype: torch.dtype
-) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
+def operands(tensors: OpTensors, o, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
     """Returns the options with the workspace that a Frozen weight leaves, w and b in dtype, and class weights in the accumulate
     dtype."""
     o, _ = beside_frozen((tensors[W],), o, dtype)
@@ -77,7 +76,7 @@ class UpdateTensors(NamedTuple):
     lora_rng: Tensor | None
 
 
-def update_of(tensors: Sequence[Tensor | None], o) -> LowRank | None:
+def update_of(tensors: OpTensors, o) -> LowRank | None:
     """Returns the low-rank update of w, from the op's tensors and options, or None."""
     return low_rank(UpdateTensors(*tensors[-3:]), o, ("head",), "head", 0)
 
@@ -88,7 +87,7 @@ class UpdatedHead:
     needs: the op's needs_input_grad mask. du, da, db: gradients of u, A and B.
     """
 
-    def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o, needs: int = 0):
+    def __init__(self, rows: Tensor, w: Tensor, tensors: OpTensors, o, needs: int = 0):
         self.rows, self.w, self.o, self.p = rows, w, o, primitives(o.backend)
         self.update, self.tensors = update_of(tensors, o), UpdateTensors(*tensors[-3:])
         self.b = self.update.b.to(rows.dtype)

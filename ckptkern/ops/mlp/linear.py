@@ -27,6 +27,7 @@ from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad
 from ..registration.op import (
     Op,
+    OpTensors,
     beside_frozen,
     by_chunks,
     cast_parameter,
@@ -150,18 +151,18 @@ def linear_act(
 # -- linear_stack
 
 
-def _split(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+def _split(tensors: OpTensors) -> tuple[Tensor, Sequence[Tensor], OpTensors]:
     """Returns x, the weights and the biases."""
     count = len(tensors) // 2
     return tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
 
 
-def _cast(weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> list[tuple]:
+def _cast(weights: Sequence[Tensor], biases: OpTensors, dtype: torch.dtype) -> list[tuple]:
     """Casts each layer's weight and bias to a dtype."""
     return [tuple(cast_parameter(t, dtype) for t in layer) for layer in zip(weights, biases, strict=True)]
 
 
-def _packed(p, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width: int, dtype: torch.dtype):
+def _packed(p, weights: Sequence[Tensor], biases: OpTensors, width: int, dtype: torch.dtype):
     """Packs a chain that fits one kernel, with Frozen weights dequantised."""
     weights = [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
     return p.pack_stack(weights, [b for b in biases if b is not None], width, dtype)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from .gradients import (
     versions_of,
 )
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
-from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
+from .op import Op, OpTensors, asked, call_of, needed, run_backward, run_forward, to_save, wanted
 
 DISPATCHED = int(Observed.MODES | Observed.PROFILER | Observed.SUBCLASS)
 _OBSERVED = DISPATCHED | int(Observed.TRANSFORMS | Observed.BATCHED)
@@ -54,7 +54,7 @@ _TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
 _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), int(Observed.HOOKS)
 
 
-def _without_frozen(seen: int, tensors: Sequence[Tensor | None]) -> int:
+def _without_frozen(seen: int, tensors: OpTensors) -> int:
     """Returns what `state.observe` saw, without subclasses if all are Frozen: these need no dispatch, because an op's body
     dequantises them."""
     return seen & ~_SUBCLASS if all(type(t) is Frozen or type(t) in PLAIN for t in tensors) else seen

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from ...frozen import regrouped
 from ...state import Observed
 from ..dispatch.choices import read_precision
-from .op import Op, call_of, run_backward, run_forward
+from .op import Op, OpTensors, call_of, run_backward, run_forward
 
 _AUTOCAST = int(Observed.AUTOCAST)
 
@@ -53,7 +53,7 @@ def call_backward(registered: Registered, dy: Tensor, flat: Sequence, options, n
     return registered.bwd(dy, tensors, list(saved.values()), *pack(registered.layout, options), places)
 
 
-def _on_meta(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _on_meta(tensors: OpTensors) -> list[Tensor | None]:
     return [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
 
 

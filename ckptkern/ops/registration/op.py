@@ -23,6 +23,7 @@ from ... import state
 from ...frozen import Frozen, frozen_bytes
 
 _AUTOCAST = int(state.Observed.AUTOCAST)
+OpTensors = Sequence[Tensor | None]  # in the order of an op
 Grads = dict[str, Tensor | None]  # by the names of their tensors
 
 
@@ -68,7 +69,7 @@ class Op:
         return saved
 
     @classmethod
-    def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
+    def missing_input(cls, dy: Tensor, tensors: OpTensors, options) -> Tensor:
         """Returns a replacement for an x that was not saved, to differentiate the reference; raises RuntimeError if x is
         needed."""
         raise RuntimeError(
@@ -138,9 +139,7 @@ def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list
     return [y, *[saved[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if saved else [y]
 
 
-def run_backward(
-    op: type[Op], dy: Tensor, flat: Sequence, options, needs: int, seen: int = 0
-) -> Sequence[Tensor | None]:
+def run_backward(op: type[Op], dy: Tensor, flat: Sequence, options, needs: int, seen: int = 0) -> OpTensors:
     """Runs the body of the op's backward; returns the gradients. flat: what `to_save` returned, and the gradients of more
     results."""
     if seen & _AUTOCAST:
@@ -160,7 +159,7 @@ def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: 
     return flat
 
 
-def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
+def call_of(op: type[Op], flat: Sequence, options) -> tuple[OpTensors, dict[str, Tensor]]:
     """Inverts `to_save`: returns tensors and saved, by name, as the op's backward takes them. Gradients of more results follow
     in `flat`."""
     names = op.saves(options)
@@ -197,7 +196,7 @@ def in_order(grads: Grads, kind: type, needs: int) -> list[Tensor | None]:
     return ordered
 
 
-def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
+def asked(needs: int, tensors: OpTensors) -> int:
     """Returns the part of needs that the running backward pass asks the node of these tensors for: all, except in
     `torch.autograd.grad` and `backward(inputs=...)`; in a compiled graph always all. The first tensor has an edge, saved or
     not; None has none."""
