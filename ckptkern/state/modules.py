@@ -28,6 +28,7 @@ DICTS = frozenset((*HOOKS, "_modules"))
 TABLES = ("_parameters", "_buffers", "_modules")
 EXACT = (Tensor, nn.Parameter)
 ABSENT = object()  # marks a missing value
+Copies = dict[int, Any]  # (original, copy) by the id of a tensor, or of its storage
 _KEYS = _C.DispatchKey
 _OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
 
@@ -57,7 +58,7 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
+def copy_of(x: Tensor, copies: Copies) -> Tensor:
     """Copies x outside of the caller's modes. Copies of tensors on one small storage share memory as the tensors do. copies:
     the copies, by id, with their originals, so that the ids are not reused."""
     with torch.no_grad(), _C._DisableTorchDispatch():
@@ -163,7 +164,7 @@ class Entry:
         stays = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
         return self.updated and self.before is None and not stays
 
-    def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]):
+    def wanted(self, is_there: bool, copies: Copies, objects: dict[int, Tensor]):
         """Returns the value that the recompute reads."""
         space, x = self.space, self.tensor
         if self.items and not is_there:
@@ -190,7 +191,7 @@ class ModuleState:
         self.entries: list[Entry] = []
         self.containers: list[tuple[Any, Any]] = []  # (container, copy)
         self.seen: set[int] = set()
-        self.copies: dict[int, Any] = {}
+        self.copies: Copies = {}
 
     def is_new(self, value) -> bool:
         is_new = id(value) not in self.seen
@@ -361,7 +362,7 @@ class ModuleState:
         undo.append(put_all_back)
         for container, then in self.containers:
             fill(container, then)
-        copies: dict[int, Any] = {}
+        copies: Copies = {}
         objects: dict[int, Tensor] = {}
         for entry in self.entries:
             space, x = entry.space, entry.tensor

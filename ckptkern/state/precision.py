@@ -94,10 +94,11 @@ READS = tuple(setting.read for setting in SETTINGS)
 # order they exit, the process ends with the settings from before the first.
 CUDA_ALL = len(SETTINGS)
 LOCK = threading.Lock()
-_debts: list[dict[int, Any]] = []
+Debt = dict[int, Any]
+_debts: list[Debt] = []
 
 
-def impose(wanted: list, debt: dict[int, Any]) -> None:
+def impose(wanted: list, debt: Debt) -> None:
     """Sets `wanted`, and notes in `debt` what it overwrites, also when a write raises."""
     # An implicit setting could not be written back, so its parent is overwritten instead. All implicit settings agree on the
     # parent, now as in the snapshot, because no setting can become implicit.
@@ -112,7 +113,7 @@ def impose(wanted: list, debt: dict[int, Any]) -> None:
             debt[i] = owed
 
 
-def repay(debt: dict[int, Any]) -> None:
+def repay(debt: Debt) -> None:
     for i in sorted(debt):
         if i == CUDA_ALL:
             _set("cuda", "all", debt[i])
@@ -149,7 +150,7 @@ class Precision:
         self.autocast, self.process = autocast_state(), [read() for read in READS]
 
     def __enter__(self) -> Precision:
-        debt: dict[int, Any] | None = None  # nothing to restore
+        debt: Debt | None = None  # nothing to restore
         with LOCK:
             if _debts or [read() for read in READS] != self.process:
                 debt = {}
