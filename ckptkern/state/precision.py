@@ -81,11 +81,10 @@ SETTINGS = (
         lambda value: _C._set_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
     Setting(torch.get_default_dtype, torch.set_default_dtype),
-    Setting(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    Setting(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    Setting(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    Setting(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    Setting(_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
+    *(
+        Setting(getattr(_C, f"_get_{kind}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{kind}"))
+        for kind in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+    ),
     Setting(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
 )
 READS = tuple(setting.read for setting in SETTINGS)
