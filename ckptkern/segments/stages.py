@@ -26,6 +26,7 @@ SMALL = 16  # values up to 1/16 of the workspace are recomputed for each stage t
 JOINED = 8  # further results that a stage tries to take
 LAUNCHED = 2**16  # the most operators in all slices of a stage, which bounds their time, as of a loop over tokens
 MOST = 64  # nothing is cut with more values between stages
+Nodes = list[fx.Node]
 
 
 class Uncut(Exception):
@@ -60,16 +61,16 @@ class Stage:
     nodes: dict[fx.Node, Cut] = field(default_factory=dict)
     axes: dict[fx.Node, Axis] = field(default_factory=dict)
     inputs: dict[fx.Node, set[Axis | None]] = field(default_factory=dict)
-    before: list[fx.Node] = field(default_factory=list)
-    results: list[fx.Node] = field(default_factory=list)
-    last: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    before: Nodes = field(default_factory=list)
+    results: Nodes = field(default_factory=list)
+    last: dict[fx.Node, Nodes] = field(default_factory=dict)
     length: int = 1  # entries of a slice
     # inputs, stages and results of a slice that does not fit the workspace
-    inside: tuple[list[fx.Node], list[Stage], list[fx.Node]] | None = None
+    inside: tuple[Nodes, list[Stage], Nodes] | None = None
     again: bool = False  # runs at once, and again in backward
 
     @classmethod
-    def whole(cls, nodes: list[fx.Node], results: list[fx.Node], again: bool = False) -> Stage:
+    def whole(cls, nodes: Nodes, results: Nodes, again: bool = False) -> Stage:
         """Returns a stage of these nodes, in order, that runs at once."""
         stage = cls(results=results, again=again)
         stage.nodes = {node: Cut([(source, None) for source in node.all_input_nodes]) for node in nodes}
@@ -144,7 +145,7 @@ def call_of(node: fx.Node) -> fx.Node | None:
     return source if name_of(source) == "part" else None
 
 
-def in_turn(nodes: list[fx.Node], workspace: int) -> list[Stage]:
+def in_turn(nodes: Nodes, workspace: int) -> list[Stage]:
     """Returns stages of successive nodes whose values fit the workspace, such as some steps of a loop over tokens."""
     runs, cost = [[]], 0
     for node in nodes:
@@ -290,7 +291,7 @@ class Planner:
                 if node in shared:
                     shared.add(source)
         # views that together are smaller than their base are left to an earlier stage, if nothing else here reads the base
-        views: dict[fx.Node, list[fx.Node]] = {}
+        views: dict[fx.Node, Nodes] = {}
         for node in stage.nodes:
             if name_of(node) in VIEWS:
                 views.setdefault(self.base_of(node), []).append(node)
