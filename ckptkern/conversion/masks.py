@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import ops
@@ -123,8 +124,8 @@ def mask_function(
             return None
         if attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length:
             # kernels are quicker without a mask; what a tensor holds is not known where it is traced
-            return None if not torch.compiler.is_compiling() and bool(attention_mask.all()) else attention_mask
-    if not (options.get("use_vmap") or torch.compiler.is_compiling()):
+            return None if not is_compiling() and bool(attention_mask.all()) else attention_mask
+    if not (options.get("use_vmap") or is_compiling()):
         options["mask_function"] = functools.partial(by_rows, options.get("mask_function", causal_mask_function))
     return sdpa_mask(
         q_length=q_length, kv_length=kv_length, q_offset=q_offset, attention_mask=attention_mask, **options
@@ -159,7 +160,7 @@ class Unpacked:
     __signature__ = property(signature_of)
 
     def __call__(self, *args, **kwargs):
-        if torch.compiler.is_compiling():
+        if is_compiling():
             arguments = dict(zip(self.names, args, strict=False)) | kwargs
             x = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
             if x is not None and all(arguments.get(name) is None for name in OF_ROWS):

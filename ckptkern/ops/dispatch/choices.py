@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ... import eager
 from ...errors import DeviceError, DtypeError, LayoutError, ShapeError
@@ -128,7 +129,7 @@ def check_weight(
 ) -> None:
     """Checks that `weight` [N, in_features] and `bias` [N] fit an input with `in_features` features. source: the input's name
     in messages."""
-    if not torch.compiler.is_compiling() and layer_fits(x, weight, bias, in_features):
+    if not is_compiling() and layer_fits(x, weight, bias, in_features):
         return
     check_tensor(op, name, weight, x)
     shape = weight.shape
@@ -272,7 +273,7 @@ def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size
 def surely(comparison: bool) -> bool:
     """Returns whether a comparison with a number of rows surely holds. In a graph for any number of rows it never does: the
     graph is right for all, without a guard that splits the range of torch.export's Dim."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -334,7 +335,7 @@ def matmul_precision(x: Tensor) -> str:
     """
     if not x.is_cuda or x.dtype != torch.float32:
         return "ieee"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return "auto"
     return read_precision()
 
@@ -373,7 +374,7 @@ def choose_mode(recompute: str) -> str:
     A non-reentrant checkpoint, torch's or ours, shows by its saved-tensor hooks, in forward and in recompute. A reentrant one
     shows because it runs forward inside a backward pass. Recomputing inside a recompute costs GEMMs and saves no memory.
     """
-    if recompute == "none" or torch.compiler.is_compiling():
+    if recompute == "none" or is_compiling():
         return recompute
     seen = observe(())
     if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.region == _top_hooks(True):
@@ -480,7 +481,7 @@ def choose_workspace(op: str, value: Bytes, x: Tensor, summed: int = 0, least: i
         return parse_bytes(op, value)
     if _choice.workspace:
         return int(_choice.workspace)
-    if x.is_meta and not torch.compiler.is_compiling() and not observe(()) & _MODES:
+    if x.is_meta and not is_compiling() and not observe(()) & _MODES:
         return UNBOUNDED
     return max(least, 4 * summed) if x.is_cpu else default_workspace(x.device.type, x.device.index)
 

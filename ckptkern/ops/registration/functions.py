@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
+from torch.compiler import is_compiling
 
 from ... import state
 from ...frozen import Frozen
@@ -159,7 +160,7 @@ def _gradients(registered: Registered):
                 op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
-            compiling = torch.compiler.is_compiling()
+            compiling = is_compiling()
             seen = _OBSERVED if compiling else state.observe((dy, *flat))
             if seen & _SUBCLASS and not compiling:
                 seen = _without_frozen(seen, (dy, *flat))
@@ -229,7 +230,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                if not torch.compiler.is_compiling() and (Process.by_hand or state.asked() is not None):
+                if not is_compiling() and (Process.by_hand or state.asked() is not None):
                     return (None, *_in_parts(ctx, op, gradients, upstream, dy, flat, options, needs))
                 return (None, *gradients(dy, flat, options, needs))
 
@@ -240,7 +241,7 @@ def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
     """Returns the gradients that the second of two passes asks for, if the first left them for the same gradients of the
     results; else None."""
     left, ctx.stash = ctx.stash, None
-    edges = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else state.asked()
+    edges = None if is_compiling() or torch.is_grad_enabled() else state.asked()
     if edges is None:
         return None
     places = [i for i, edge in zip(left.edges, edges, strict=True) if edge]
@@ -345,7 +346,7 @@ def build(op: type[Op]):
         return replaced(options, recompute=op.inference_recompute)
 
     def apply(options, *tensors):
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         seen = 0 if compiling else state.observe(tensors)
         if seen & _SUBCLASS:
             seen = _without_frozen(seen, tensors)
@@ -401,7 +402,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
     class Across(torch.autograd.Function):
         @staticmethod
         def forward(ctx, shard, options, residual, needs, x, *others):
-            tensors, compiling = (shard.gathering(x)(), *others), torch.compiler.is_compiling()
+            tensors, compiling = (shard.gathering(x)(), *others), is_compiling()
             seen = 0 if compiling else state.observe(tensors)
             if compiling or seen & DISPATCHED:
                 results = call_forward(registered, tensors, options)
@@ -425,7 +426,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             with contextlib.nullcontext() if precision is None else precision:
                 x, *others = ctx.saved_tensors
                 observed = x if is_late(dy) else dy, x, *others
-                seen = DISPATCHED if torch.compiler.is_compiling() else state.observe(observed)
+                seen = DISPATCHED if is_compiling() else state.observe(observed)
                 dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
                 gathering = None if x is None else shard.gathering(x)
                 if not directly:
