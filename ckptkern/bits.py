@@ -39,7 +39,7 @@ def checksum(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=x.device)
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-    flat = x.contiguous().view(-1).view(INTEGERS[x.element_size()])
+    flat = x.contiguous().view(-1).view(INTEGERS[x.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, flat.numel(), CHUNK):
         bits = flat[start : start + CHUNK].long() + 1

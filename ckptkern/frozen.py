@@ -144,7 +144,7 @@ def _of_bitsandbytes(packed: Tensor, state, dtype: torch.dtype | None) -> Taken:
             f"{state.dtype}"
         )
     shape = tuple(state.shape)
-    bytes_, whole_rows = packed.numel() * packed.element_size(), len(shape) < 3 or shape[2] % state.blocksize == 0
+    bytes_, whole_rows = packed.nbytes, len(shape) < 3 or shape[2] % state.blocksize == 0
     # bitsandbytes 0.50's CPU kernel uses wrong scales for rows that are not whole blocks
     if len(shape) not in (2, 3) or not whole_rows or -(-math.prod(shape) // 2) != bytes_:
         raise ShapeError(

@@ -127,7 +127,7 @@ def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = No
         if like is None:
             form.reads = all_reads(form.reads, reads_of(module, call))
     segment.caches = caches
-    if any(p.dtype.itemsize < 4 for p in module.parameters()):
+    if any(p.itemsize < 4 for p in module.parameters()):
         # in 16 bits, too, both must agree up to rounding: a forward may compute something else there
         check = RegionCheck(form, segment.reading, own, randomizes=False)
         for size in (1, 16):  # also where such a forward would clamp

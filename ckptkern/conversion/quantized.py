@@ -45,7 +45,7 @@ def why_unreadable(module: nn.Module) -> str:
                 return f"{name} is a {type(parameter).__name__}. {reason}"
         elif kind := own_dispatch((parameter,)):
             return f"a parameter is a {kind.__name__}"
-        elif parameter.is_floating_point() and parameter.dtype.itemsize == 1:
+        elif parameter.is_floating_point() and parameter.itemsize == 1:
             return f"{name} is {parameter.dtype}, whose scale only its module knows; pass ckptkern.Frozen to the op instead"
     return why_different(module)
 

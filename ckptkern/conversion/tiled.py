@@ -151,7 +151,7 @@ def tiled(
         forward.is_inside = is_inside
     except Exception:  # what cannot be replaced stays as it is
         return None
-    return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
+    return (row, forward) if row.saved_before - row.saved_after >= x.nbytes else None
 
 
 def tiled_inside(

@@ -251,7 +251,7 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """Returns one block if the kernel needs no bias or repeated heads; else blocks whose biases, repeated heads and float32
     sums fit the workspace."""
     (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
-    group, size, mask = H // H_kv, q.element_size(), core.mask
+    group, size, mask = H // H_kv, q.itemsize, core.mask
     windowed = (left, right) != (None, None) and not _causal(core)
     if group == 1 and mask is None and core.slopes is None and not windowed:
         return [whole(q, k)]

@@ -275,7 +275,7 @@ def readable(x: Tensor) -> bool:
     GPU, rows that do not overlap and begin at multiples of 16 bytes."""
     if not x.is_cuda:
         return x.stride(-1) == 1
-    step = 16 // x.element_size()
+    step = 16 // x.itemsize
     outer = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
     return x.stride(-1) == 1 and all(n and n % step == 0 for n in outer) and x.storage_offset() % step == 0
 

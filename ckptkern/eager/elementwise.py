@@ -131,7 +131,7 @@ def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
         return None
     if dy.dtype is wanted and wanted.itemsize >= 4:
         return dy.sum(0)
-    if dy.dtype.itemsize >= 4 or (wanted == dy.dtype and not dy.is_cpu):
+    if dy.itemsize >= 4 or (wanted == dy.dtype and not dy.is_cpu):
         total = dy.sum(0)
     elif not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first
         total = dy.sum(0, dtype=torch.float32)

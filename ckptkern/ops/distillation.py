@@ -98,7 +98,7 @@ class LinearDistillation(Op):
         narrow = int(dtype != dy.dtype)
         held = narrow + 1 + (o.softcap > 0) + (o.teacher_softcap > 0)
         widest = max(d, teacher.x.shape[1])
-        transient = M * dtype.itemsize + dy.dtype.itemsize * (M * held + (M + 2 * widest) * narrow)
+        transient = M * dtype.itemsize + dy.itemsize * (M * held + (M + 2 * widest) * narrow)
 
         def write(start, stop, dz, db):
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)

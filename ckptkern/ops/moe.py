@@ -214,7 +214,7 @@ class MoESublayer(Sublayer):
 
     def row_bytes(self) -> int:
         d, o, t = self.x.shape[1], self.o, self.t
-        wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
+        wide = max(self.x.itemsize, o.dtype.itemsize, 4)
         branch = self.experts.row_bytes(o.top_k)
         if self.shared is not None:
             branch = max(branch, self.shared.row_bytes() + wide * d)

@@ -173,7 +173,7 @@ def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
     changed = (
         cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None
     )
-    return h, e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
+    return h, e * (size if changed else 0) + e * (x.itemsize if trailing else 0)
 
 
 def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions, groups: int = 1) -> int:

@@ -418,8 +418,8 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
     ):
         return False
     (V, d), M = w.shape, target.numel()
-    bytes_of_gradients = x.requires_grad * M * d * x.dtype.itemsize + w.requires_grad * 4 * V * d
-    return (x.requires_grad or w.requires_grad) and bytes_of_gradients < M * V * x.dtype.itemsize
+    bytes_of_gradients = x.requires_grad * M * d * x.itemsize + w.requires_grad * 4 * V * d
+    return (x.requires_grad or w.requires_grad) and bytes_of_gradients < M * V * x.itemsize
 
 
 class SumOfLosses(torch.autograd.Function):
@@ -501,8 +501,8 @@ def loss_and_gradients(
         if needs[0]:
             eager.upcast_matmul(outputs.logits, w, out=dx[start:stop])
 
-    narrow = x.dtype.itemsize if x.dtype != wide else 0
-    of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # most bytes that a token of a chunk holds
+    narrow = x.itemsize if x.dtype != wide else 0
+    of_token = V * x.itemsize + 4 * p.slice_count(x, V) * 2  # most bytes that a token of a chunk holds
     if o.backend == "eager":
         of_token = V * (wide.itemsize * (3 if o.softcap else 1) + narrow) + 2 * wide.itemsize * d * bool(narrow)
     for start, stop in token_chunks(len(rows), of_token, o.workspace):

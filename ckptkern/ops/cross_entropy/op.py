@@ -92,8 +92,8 @@ class UpdatedHead:
         self.update, self.tensors = update_of(tensors, o), UpdateTensors(*tensors[-3:])
         self.b = self.update.b.to(rows.dtype)
         # bytes of a row of [x | u] or [W | B]; of a token's [x | u] with dropout(x), x in the update's dtype, and steps between
-        self.bytes_beside = (w.shape[1] + self.b.shape[1]) * w.dtype.itemsize
-        self.bytes_of_token = self.bytes_beside + 3 * w.shape[1] * self.update.a.dtype.itemsize
+        self.bytes_beside = (w.shape[1] + self.b.shape[1]) * w.itemsize
+        self.bytes_of_token = self.bytes_beside + 3 * w.shape[1] * self.update.a.itemsize
         place = len(tensors) - len(self.tensors)
         self.needs_x, self.needs_a, needs_b = needed(needs, 0), needed(needs, place), needed(needs, place + 1)
         self.du: Tensor | None = None
@@ -238,7 +238,7 @@ def token_bytes(x: Tensor, V: int, o) -> int:
     holds = o.top_k + o.candidates > 0  # logits outlive their statistics
     if o.backend == "eager":
         buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + holds
-        return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.dtype.itemsize if o.recompute != "full" else 0))
+        return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.itemsize if o.recompute != "full" else 0))
     # per slice: lse, wz, entropy, the largest logit and its class
     of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
     return 4 * primitives(o.backend).slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * holds

@@ -87,7 +87,7 @@ def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
     """Returns the bytes of a row's transient tensors. of_branch: those in the branch; widest: the branch's input or output
     features, whichever are more."""
     o = sublayer.o
-    row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
+    row = max(sublayer.x.itemsize, o.dtype.itemsize, 4) * widest
     beside = AROUND_BRANCH * row  # the branch's input and output, and their gradients
     return max(of_branch + beside, AROUND_NORM * row if o.backend == "eager" else beside)
 

@@ -319,14 +319,14 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
             type(grad) is not Tensor
             or grad.layout is not torch.strided
             or grad.dtype != weight.dtype
-            or grad.dtype.itemsize < 4
+            or grad.itemsize < 4
             or grad.requires_grad
             or weight._backward_hooks
             or torch.is_grad_enabled()
         ):
             return None
         return grad if accumulates(weight) else None
-    if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.dtype.itemsize > 4):
+    if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.itemsize > 4):
         raise TypeError(
             f"main_grad must be float32 and of its parameter's shape {tuple(weight.shape)}, but is {main.dtype} of shape "
             f"{tuple(main.shape)} for a parameter in {weight.dtype}"

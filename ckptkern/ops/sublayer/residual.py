@@ -178,7 +178,7 @@ class Sublayer:
     def norm_chunks(self, x: Tensor) -> Chunks:
         """Returns [start, stop) of the rows that a norm computes at once: PyTorch ops have transient tensors, kernels have
         none."""
-        of_row = NORM_TENSORS * x.shape[1] * max(x.element_size(), 4)
+        of_row = NORM_TENSORS * x.shape[1] * max(x.itemsize, 4)
         return token_chunks(x.shape[0], of_row, self.quarter if self.o.backend == "eager" else None)
 
     def vector_chunks(self) -> Chunks:
