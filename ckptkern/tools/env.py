@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
+import functools
 import json
 import os
 import platform
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import __version__, state
 from ..ops import backend, mlp
+from ..ops.dispatch import choices, implementations, tuned
 from ..segments.checkpoint import checkpoint
 
 GIB = 1 << 30
@@ -39,11 +40,12 @@ def answer(*command: str) -> str | None:
         return None
 
 
-def _package_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_INSTALLED
+_package_version = functools.partial(tuned.version_of, missing=NOT_INSTALLED)
+
+
+def device_types() -> tuple[str, ...]:
+    """Returns the types of the devices that torch has here."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def _versions() -> dict[str, str]:
@@ -84,11 +86,9 @@ def _devices() -> dict[str, dict]:
 
 
 def _backends() -> dict[str, str]:
-    from ..ops.dispatch import choices
-
     backends = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
     backends |= {"cpu": "none", "cuda": "no device"}
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+    for device in device_types():
         backends[device], reason = "none", choices._device_reason(device, None)
         with contextlib.suppress(RuntimeError):  # CKPTKERN_BACKEND is "triton", which cannot run here
             backends[device] = choices.choose_backend("env", torch.empty(0, device=device))
@@ -141,16 +141,14 @@ def _sdpa() -> dict[str, bool]:
 def _tuned_impls() -> dict:
     """Returns each device's table of `python -m ckptkern autotune`, the implementation of every op, dtype and size; or why
     it is not used."""
-    from ..ops.dispatch import implementations as _impls
-    from ..ops.dispatch import tuned as _tuned
-
     answer = {}
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+    for device in device_types():
         index = torch.cuda.current_device() if device == "cuda" else None
-        file = _tuned.path(device, index)
-        rows, why = _tuned.read(file, _tuned.machine(device, index))
+        file = tuned.path(device, index)
+        rows, why = tuned.read(file, tuned.machine(device, index))
         impls = {
-            f"{op} {dtype}, {_impls.size_text(size)}": row["impl"] for (op, dtype, size), row in sorted(rows.items())
+            f"{op} {dtype}, {implementations.size_text(size)}": row["impl"]
+            for (op, dtype, size), row in sorted(rows.items())
         }
         if impls:
             answer[device] = {"table": str(file), **impls}

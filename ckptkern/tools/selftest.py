@@ -91,7 +91,7 @@ def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dt
 
 def available_backends() -> Iterator[tuple[str, str]]:
     """Yields the (device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+    for device in env.device_types():
         yield device, "eager"
         if _choices._device_reason(device, None) is None:
             yield device, "triton"

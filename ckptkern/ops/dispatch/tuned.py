@@ -21,17 +21,17 @@ Key = tuple[str, str, int]  # op, dtype, one of SIZES
 Row = dict[str, Any]  # a Key's values, its implementation and its measurements
 
 
-def _version(package: str) -> str:
+def version_of(package: str, missing: str = "none") -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return missing
 
 
 def machine(device_type: str, index: int | None) -> dict[str, str]:
     """Returns what a table is valid for: a device, and versions. On a CPU only interpreted kernels have a choice."""
     device = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
-    return {"device": device, **{name: _version(name) for name in ("torch", "triton", "ckptkern")}}
+    return {"device": device, **{name: version_of(name) for name in ("torch", "triton", "ckptkern")}}
 
 
 def path(device_type: str, index: int | None) -> Path:
