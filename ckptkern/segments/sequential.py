@@ -34,11 +34,9 @@ class Part(NamedTuple):
 
 
 def _named(functions) -> tuple[list[str], list[Callable]]:
-    if isinstance(functions, nn.Module):
-        pairs = list(functions._modules.items())  # named_children() leaves out what occurs twice
-    else:
-        pairs = [(str(i), function) for i, function in enumerate(functions)]
-    return [name for name, _ in pairs], [function for _, function in pairs]
+    # named_children() leaves out what occurs twice
+    named = functions._modules if isinstance(functions, nn.Module) else dict(enumerate(functions))
+    return list(map(str, named)), list(named.values())
 
 
 def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, input: Tensor | None = None) -> list[Part]:
