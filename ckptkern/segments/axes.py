@@ -212,9 +212,9 @@ def _gemm(node, axis, n):
 
 def _convolution(node, axis, n):
     x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args[:9]
-    others = [tensor for tensor in (weight, bias) if tensor is not None]
+    whole = [(tensor, None) for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
-        return Cut([(x, axis), *((tensor, None) for tensor in others)])
+        return Cut([(x, axis), *whole])
     if axis.outer != 1:
         return None
     if axis.dim > 1:
@@ -222,8 +222,8 @@ def _convolution(node, axis, n):
         if is_transposed or pad:
             return None
         along = Axis(axis.dim, 1, axis.inner * step, apart * (shape_of(weight)[axis.dim] - 1) + 1 - step)
-        return Cut([(x, along), *((tensor, None) for tensor in others)])
-    cut = [(tensor, Axis(0, 1, shape_of(tensor)[0] // n)) for tensor in others]
+        return Cut([(x, along), *whole])
+    cut = [(tensor, Axis(0, 1, shape_of(tensor)[0] // n)) for tensor, _ in whole]
     # an input that is smaller than the result, as a waveform, may be whole: each slice has a gradient of all of it
     if groups == 1 and not is_transposed and x.meta["val"].numel() <= node.meta["val"].numel():
         return Cut([(x, None), *cut])
@@ -234,12 +234,12 @@ def _convolution(node, axis, n):
 
 def _group_norm(node, axis, n):
     x, weight, bias, _, channels, _, groups = node.args[:7]
-    others = [tensor for tensor in (weight, bias) if tensor is not None]
+    whole = [(tensor, None) for tensor in (weight, bias) if tensor is not None]
     if axis.dim == 0:
-        return Cut([(x, axis), *((tensor, None) for tensor in others)], ((3, None, axis.outer * axis.inner),))
+        return Cut([(x, axis), *whole], ((3, None, axis.outer * axis.inner),))
     if axis.dim != 1 or axis.outer != 1 or groups % n:
         return None
-    cut = [(tensor, Axis(0, 1, channels // n)) for tensor in others]
+    cut = [(tensor, Axis(0, 1, channels // n)) for tensor, _ in whole]
     return Cut([(x, axis), *cut], ((4, None, channels // n), (6, None, groups // n)))
 
 
