@@ -386,11 +386,10 @@ class CoreSublayer(Sublayer):
         rows = None
         if "gated" in plan.values:
             rows = self.out_rows((out if share is None else out * share)[..., : self.D_v])
-        layer = Layer("o", self.places.get("wo"), self.updates.get("o"), df, du)
-        self.add_layer_gradients((layer,), ((slice(None), rows),), grads)
+        self.add_layer("o", df, rows, grads, du)
         if do is None:
             return {}
-        layer = rows = share = None
+        rows = share = None
         results = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
         if "o" not in plan.formed:
             return results | {"heads": [None] * 3}
@@ -412,6 +411,13 @@ class CoreSublayer(Sublayer):
         if dsinks is not None:
             self.add_part("sinks", dsinks, grads)
         return results
+
+    def add_layer(
+        self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients, du: Tensor | None = None
+    ) -> None:
+        """Adds the gradients of a layer that reads `rows`."""
+        layer = Layer(letter, self.places.get(f"w{letter}"), self.updates.get(letter), d, du)
+        self.add_layer_gradients((layer,), ((slice(None), rows),), grads)
 
     def add_layer_gradients(
         self, layers: Sequence[Layer], read: Iterable[tuple[slice, Tensor]], grads: Gradients, chunks: int = 1

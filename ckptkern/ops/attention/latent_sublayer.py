@@ -18,7 +18,6 @@ from .core import CoreOptions
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
-    Layer,
     Saved,
     Table,
     from_core,
@@ -290,11 +289,6 @@ class LatentSublayer(CoreSublayer):
             self.add_layer("kvb", dkv, latents.kv, grads)
             if "kv_read" in formed:
                 totals["kv"] = add_matmul(totals.get("kv"), dkv, self.cast(self.t.wkvb), wide=wide)
-
-    def add_layer(self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients) -> None:
-        """Adds the gradients of a layer that reads `rows`."""
-        layer = Layer(letter, self.places.get(f"w{letter}"), None, d)
-        self.add_layer_gradients((layer,), ((slice(None), rows),), grads)
 
     def latent_gradient(self, name: str, d: Tensor, raw: Tensor, grads: Gradients) -> Tensor:
         """Returns the gradient of a latent before its norm, from that after it."""
