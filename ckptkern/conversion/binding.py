@@ -32,7 +32,7 @@ from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import decides, saved_decisions
 from ..segments.parts import Parts
-from ..segments.recorded import is_traced, traced_call
+from ..segments.recorded import class_forward, is_traced, traced_call
 from ..segments.unread import Unread, when_read
 from ..state.modules import HOOKS
 from ..storage import Store
@@ -213,7 +213,7 @@ class Forward:
 
     def original(self, *args, **kwargs):
         refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return class_forward(self.module, args, kwargs)
 
     def unfused(self, why: Why, args: tuple, kwargs: dict):
         """Runs the original forward, and counts a training call."""
@@ -266,7 +266,7 @@ class Forward:
 
     def traced(self, *args, **kwargs):
         """Runs on fake tensors."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return class_forward(self.module, args, kwargs)
 
     def recomputed(self, args: tuple, kwargs: dict) -> Callable:
         """Returns the function that an activation checkpoint of this call runs."""
@@ -479,9 +479,9 @@ class Own(Forward):
 
     def run(self, *args, **kwargs):
         if is_compiling() or not torch.is_grad_enabled():
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return class_forward(self.module, args, kwargs)
         self.is_composed = False
-        y = type(self.module).forward(self.module, *args, **kwargs)
+        y = class_forward(self.module, args, kwargs)
         self.count("checkpointed" if self.is_composed else "fused", self.why_composed if self.is_composed else None)
         return y
 

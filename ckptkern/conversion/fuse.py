@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..nn.unmodified import runs_class_forward, untouched
 from ..ops.dispatch.choices import autocast_dtype
+from ..segments.recorded import class_forward
 from .alike import call_kinds, same_inside
 from .arguments import named, rescaled
 from .binding import Fused, Segment, Unread, is_cache, without_caches
@@ -100,7 +101,7 @@ def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = No
                 raise Unreadable("its trace differs from that of a similar layer")
         elif is_experts(module) or parts_of(module) is not None:
             with switched(module, torch.float32), Watched(module) as watched, torch.no_grad():
-                _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
+                _, result = result_of(class_forward(module, args, kwargs), flat, lambda _: False)
             apart, log = watched.apart, []
             reading = read_experts(module, flat) if is_experts(module) else read_block(module, call, flat)
         else:
@@ -205,7 +206,7 @@ class RegionCheck(Check):
     def original(self, flat: list[Any]) -> Tensor:
         args, kwargs = self.form.call_of(flat, self.call)
         # a trace has seen that the other results are probabilities
-        return result_of(type(self.module).forward(self.module, *args, **kwargs), flat, lambda _: True)[0]
+        return result_of(class_forward(self.module, args, kwargs), flat, lambda _: True)[0]
 
     def ours(self, flat: list[Any]) -> Tensor:
         return self.segment.y(flat, "full")

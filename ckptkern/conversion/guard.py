@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..frozen import Frozen
 from ..nn.unmodified import collecting_nothing, collects_first, dormant, hooked, untouched
+from ..segments.recorded import class_forward
 from ..subclasses import PLAIN
 from .protection import FULLY_SHARD, seeded, unmoved
 from .quantized import REPACKS, is_quantised
@@ -103,7 +104,7 @@ def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
             module.train(mode)  # what it reads does not count
             recorder = _Recorder(module)
             try:
-                type(module).forward(module, *args, **kwargs)
+                class_forward(module, args, kwargs)
             finally:
                 recorder.stop()
             reads = all_reads(reads, {path: recorder.reads(m) for path, m in module.named_modules()})

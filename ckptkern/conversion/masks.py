@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import ops
 from ..ops.attention.core import in_context_parallel
-from ..segments.recorded import is_traced, traced_call
+from ..segments.recorded import class_forward, is_traced, traced_call
 
 NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
 ATTRIBUTE = "_attn_implementation_internal"  # of a configuration, which names the implementation
@@ -168,7 +168,7 @@ class Unpacked:
                 args, kwargs = (), arguments | {"attention_mask": padding}
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return class_forward(self.module, args, kwargs)
 
 
 def _source(model: nn.Module) -> str:

@@ -27,7 +27,7 @@ from ..nn.activations import activation_of
 from ..ops.dispatch.choices import Bytes, check_mode, parse_bytes
 from ..ops.experts import LAYERS
 from ..ops.moe import GROUP_SCORES, SCORINGS, SHARED, chosen, scores_of, weights_of
-from ..segments.recorded import drawn_elsewhere
+from ..segments.recorded import class_forward, drawn_elsewhere
 from ..segments.tiled import random_state
 from .check import in_dtype, replacing
 from .grammar import read
@@ -94,8 +94,7 @@ def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Te
     ]
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
-            args, kwargs = mapped(lambda _: copy, call)
-            type(module).forward(module, *args, **kwargs)
+            class_forward(module, *mapped(lambda _: copy, call))
     finally:
         for hook in hooks:
             hook.remove()

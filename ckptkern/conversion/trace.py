@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..nn import MultiheadAttention
 from ..nn.unmodified import collecting_nothing
+from ..segments.recorded import class_forward
 from .layouts import parts_of
 
 HALF = (torch.float16, torch.bfloat16)
@@ -368,7 +369,7 @@ def trace(module: nn.Module, call: Call, flat: list | None = None, autocast: tor
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
         with switched(module, autocast), tracer, torch.no_grad(), collecting_nothing():
-            tracer.result = type(module).forward(module, *args, **kwargs)  # not a forward that convert has set
+            tracer.result = class_forward(module, args, kwargs)  # not a forward that convert has set
     finally:
         for hook in hooks:
             hook.remove()

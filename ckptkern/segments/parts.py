@@ -30,7 +30,7 @@ from ..subclasses import PLAIN
 from .axes import VIEWS, Sizes, argument, name_of, resized, shape_of
 from .checkpoint import checkpoint
 from .decisions import DECIDES
-from .recorded import Changed, Reads, Recording, filled, recorded, taken
+from .recorded import Changed, Reads, Recording, class_forward, filled, recorded, taken
 from .slices import in_slices
 from .stages import Planner, Stage, Uncut, bytes_of, in_turn, is_list, size_of
 from .tiled import is_transformed
@@ -237,11 +237,11 @@ class Parts:
             plan = self.plan_of(module, flat, spec, workspace, later)
         if plan is None:
             with own_modes():  # fused layers inside bound their own memory
-                return type(module).forward(module, *args, **kwargs)
+                return class_forward(module, args, kwargs)
         if not self.slices and 2 * plan.cost <= workspace:
             kind, sizes = _sizes(workspace, args, kwargs)
             self.whole.setdefault(kind, []).append(sizes)
-            return type(module).forward(module, *args, **kwargs)
+            return class_forward(module, args, kwargs)
         values: Values = dict(zip(plan.inputs, (value for value in flat if isinstance(value, Tensor)), strict=True))
         modules = dict(module.named_modules())
         for node, held in plan.held.items():
@@ -364,7 +364,7 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
         args, kwargs = arguments = filled((values, spec), tensors)
         before, kind = tree_flatten(arguments)
         with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording(), Reads():
-            result = type(module).forward(module, *args, **kwargs)
+            result = class_forward(module, args, kwargs)
         now, after = tree_flatten(arguments)
         if after != kind or any(value is not other for value, other in zip(now, before, strict=True)):
             raise Uncut("its forward changes a list or dict among its arguments")

@@ -54,6 +54,11 @@ def is_traced() -> bool:
     return _THREAD.calls is not None
 
 
+def class_forward(module: nn.Module, args: tuple, kwargs: dict):
+    """Runs the forward of the module's class, whatever forward the module itself has."""
+    return type(module).forward(module, *args, **kwargs)
+
+
 def traced_call(module: nn.Module | None, forward: Callable, args: tuple, kwargs: dict, along: str = "nothing"):
     """Records a call as one operator. module: the called module, or None for a function. forward: runs on fake tensors. along:
     the axis along which the call may be cut: "tokens", "heads" (of all its arguments) or "nothing"."""
