@@ -99,7 +99,7 @@ def act(z: Tensor, activation: str) -> Tensor:
 def where_keep(x: Tensor, keep: Tensor) -> Tensor:
     """Returns x where keep, else 0. On a CPU torch.where with a bool is not vectorised; relu's gradient takes a quarter of its
     time."""
-    return torch.ops.aten.threshold_backward(x, keep.to(x.dtype), 0)
+    return _aten.threshold_backward(x, keep.to(x.dtype), 0)
 
 
 def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0) -> Tensor:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_
 
 from ..ops.dispatch.choices import RECOMPUTING, setting
 
+aten = torch.ops.aten
 Hooks = tuple[Callable, Callable]
 Decision = tuple[str, tuple, Callable, Any]  # name of the function, shape of the input, unpack, packed result
 
@@ -51,13 +52,11 @@ for _name in (*SELECTS, *INDICES, *COMPARES):
 
 # operators that decide -> torch's function
 DECIDES = {
-    getattr(getattr(torch.ops.aten, name), overload): getattr(torch, name)
+    getattr(getattr(aten, name), overload): getattr(torch, name)
     for name in ("topk", "sort", *INDICES)
-    for overload in getattr(torch.ops.aten, name).overloads()
+    for overload in getattr(aten, name).overloads()
 }
-COMPILED = functools.partial(
-    create_selective_checkpoint_contexts, [*DECIDES, torch.ops.aten.max.dim, torch.ops.aten.min.dim]
-)
+COMPILED = functools.partial(create_selective_checkpoint_contexts, [*DECIDES, aten.max.dim, aten.min.dim])
 
 
 def saved_decisions() -> tuple[Decisions, Decisions]:

@@ -26,6 +26,7 @@ from ...state import Observed
 from ..dispatch.choices import read_precision
 from .op import Op, OpTensors, call_of, run_backward, run_forward
 
+aten = torch.ops.aten
 _AUTOCAST = int(Observed.AUTOCAST)
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
@@ -132,14 +133,14 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
 
 
 _LACKING = {  # formulas that torch lacks, of ops in the bodies
-    torch.ops.aten.addmm: _addmm_flops,
-    torch.ops.aten.addmm_: _addmm_flops,
-    torch.ops.aten._grouped_mm: _grouped_mm_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
-        flop_registry[torch.ops.aten._scaled_dot_product_flash_attention], query=0
+    aten.addmm: _addmm_flops,
+    aten.addmm_: _addmm_flops,
+    aten._grouped_mm: _grouped_mm_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
+        flop_registry[aten._scaled_dot_product_flash_attention], query=0
     ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_all_heads(
-        flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward], query=1
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_all_heads(
+        flop_registry[aten._scaled_dot_product_flash_attention_backward], query=1
     ),
 }
 for _formula in _LACKING.values():
