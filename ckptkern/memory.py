@@ -123,7 +123,10 @@ def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         raise TypeError(f"saved_tensors: cannot size a tensor of layout {tensor.layout}")
 
 
-def storages_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+Storages = dict[StorageWeakRef, int]  # bytes of storages
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Storages:
     """Returns the bytes of each storage of the tensors. A weak reference keeps the address of a dead storage from being
     reused, so a key never stands for two storages."""
     storages = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))

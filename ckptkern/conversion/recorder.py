@@ -35,7 +35,7 @@ from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
 Loss = Callable[[Any], Tensor]  # from a model's outputs to the scalar that a step differentiates
-Saved = dict[StorageWeakRef, int]  # bytes of storages
+Saved = memory.Storages
 Names = dict[StorageWeakRef, "tuple | None"]  # of storages; None: of a parameter or buffer
 Place = tuple[str, int, int]  # "in" or "out", the tensor among the leaves, and the storage among its parts
 SELDOM = 16  # ops between searches for freed storages, and more with many tensors: a search takes time for each

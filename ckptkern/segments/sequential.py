@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..memory import counting, format_size, parse_size, storages_of
+from ..memory import Storages, counting, format_size, parse_size, storages_of
 from .checkpoint import checkpoint
 from .reachable import caching_nothing
 
@@ -115,9 +114,6 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 
 
 # -- a bound in bytes -------------------------------------------------------------------------------------------------
-
-
-Storages = dict[StorageWeakRef, int]  # bytes by storage
 
 
 def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:
