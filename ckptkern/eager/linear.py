@@ -96,9 +96,9 @@ class LinearSteps:
 class Eager(LinearSteps):
     """LinearSteps in PyTorch ops."""
 
-    linear, mm, apply_dropout = staticmethod(linear), staticmethod(mm), staticmethod(apply_dropout)
-    act_fwd, act_bwd, relu_bits = staticmethod(act_fwd), staticmethod(act_bwd), staticmethod(relu_bits)
-    hidden_grad = staticmethod(hidden_grad)
+    linear, mm, apply_dropout, relu_bits, act_fwd, act_bwd, hidden_grad = map(
+        staticmethod, (linear, mm, apply_dropout, relu_bits, act_fwd, act_bwd, hidden_grad)
+    )
 
 
 _steps = Eager()
