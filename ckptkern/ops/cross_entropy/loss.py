@@ -479,7 +479,7 @@ def loss_and_gradients(
     o, w, b, weights = operands(tensors, o, x.dtype)
     check_targets(target, V, o.ignore_index)
     per_class = weights if o.label_smoothing else None
-    head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, 0, o.precision)
+    head = o.head(0)
     dx = torch.empty_like(rows) if needs[0] else None
     dw = torch.zeros(V, d, dtype=wide, device=x.device) if needs[1] else None
     db = torch.zeros(V, dtype=wide, device=x.device) if needs[2] else None

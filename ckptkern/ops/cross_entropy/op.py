@@ -195,7 +195,7 @@ def statistics_of(
     """
     (M, _), V, keep, p = rows.shape, w.shape[0], o.recompute != "full", primitives(o.backend)
     holds = o.top_k + o.candidates > 0
-    head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
+    head = o.head(o.vocab_start + first)
 
     def of_tokens(start, stop):
         outputs = p.cross_entropy_fwd(
@@ -347,6 +347,10 @@ class LinearCrossEntropyOptions(NamedTuple):
     lora_dtype: torch.dtype
     candidates: int
 
+    def head(self, first: int) -> eager.Head:
+        """Returns the options of launchers. first: the class of their first row of w."""
+        return eager.Head(self.logit_scale, self.softcap, self.ignore_index, first, self.precision)
+
     def targets(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns target [M], and candidates [M, k] or None. The target is then a candidate, or ignored if all are."""
         if not self.candidates:
@@ -438,7 +442,7 @@ class LinearCrossEntropy(Op):
 
         def write(start, stop, dz, db):
             here = slice(o.vocab_start + start, o.vocab_start + stop)
-            head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
+            head = o.head(here.start)
             per_class = weights[here] if weights is not None and o.label_smoothing else None
             arguments = target, per_class, lse, gradients
             bias = None if b is None else b[start:stop]
