@@ -35,6 +35,9 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
 
+double = functools.partial(in_dtype, dtype=torch.float64)
+
+
 @contextlib.contextmanager
 def replacing(module: nn.Module, parameter: TensorFunction, buffer: TensorFunction | None = None) -> Iterator[None]:
     """Puts parameter(p), and buffer(b) if given, in place of each for a while. Shared tensors stay shared."""
@@ -86,7 +89,6 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 
 def in_float64(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Converts the floating-point parameters and buffers to float64 for a while."""
-    double = functools.partial(in_dtype, dtype=torch.float64)
     return replacing(module, double, double)
 
 

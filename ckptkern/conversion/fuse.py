@@ -20,7 +20,7 @@ from .alike import call_kinds, same_inside
 from .arguments import named, rescaled
 from .binding import Fused, Segment, Unread, is_cache, without_caches
 from .calls import Form, not_looked_at
-from .check import TOLERANCE, Check, difference, in_float64, random_parameters, results, varied, wide
+from .check import TOLERANCE, Check, difference, double, in_float64, random_parameters, results, varied, wide
 from .computed import Computed, Followed, following, resolve, templates
 from .grammar import read
 from .guard import all_reads, reads_of
@@ -144,7 +144,7 @@ def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = No
 def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
     """Returns the values of a trace that follow the input: they differ in float64, and with twice as many samples if the
     module takes these. None if no such trace can be compared."""
-    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(call))]
+    flat = mapped(double, leaves_of(form.counting(call)))
     x = flat[reading.x]
     inputs = {reading.x, *(argument.index for argument in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
@@ -280,7 +280,7 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
                 # in float32 sums over many tokens, such as a key bias has, differ by more, as does ReLU's mask near zero
                 if TOLERANCE < error < math.inf:
                     with contextlib.suppress(Exception), in_float64(module):  # a forward may refuse float64
-                        wider = [value.double() if is_floating(value) else value for value in flat]
+                        wider = mapped(double, flat)
                         own = [p for p in module.parameters() if p.requires_grad]
                         error = min(error, check.error(wider, trained, own))
         except (ValueError, TypeError, RuntimeError) as refusal:
