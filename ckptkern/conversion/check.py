@@ -129,7 +129,7 @@ def results(
 def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
     """Returns the largest relative error. A gradient is compared with its own size plus a hundredth of the largest gradient,
     because that of a key's bias is rounding alone."""
-    floor = 1e-2 * max((rms(gradient) for gradient in theirs[1:]), default=0.0)
+    floor = 1e-2 * max(map(rms, theirs[1:]), default=0.0)
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a is not None and b is not None and a.shape != b.shape:

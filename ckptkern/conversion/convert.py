@@ -403,7 +403,7 @@ def why_general(module: nn.Module) -> str:
     """Returns why a layer that is not one fused op runs as an activation checkpoint; "" if its op is only unknown."""
     if why := why_unreadable(module):
         return why
-    if any(parametrize.is_parametrized(m) for m in module.modules()):
+    if any(map(parametrize.is_parametrized, module.modules())):
         return "a weight is parametrized"
     # not vectors alone, such as a router's correction, which no gradient trains
     frozen = any(not p.requires_grad and p.numel() > max(p.shape, default=1) for p in module.parameters())

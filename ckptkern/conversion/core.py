@@ -36,7 +36,7 @@ def read_core(steps: Steps, node: Node) -> Core:
     if node.kind != "function" or node.source not in CALLS:
         raise steps.refuse("core attention expected, found", node)
     call = node.called_with(*CALLS[node.source])
-    query, mask, scale, sinks = call["query"], *(call.get(name) for name in ("attn_mask", "scale", "sinks"))
+    query, mask, scale, sinks = call["query"], *map(call.get, ("attn_mask", "scale", "sinks"))
     options = {"dropout_p": in_training(call.get("dropout_p", 0.0)), "is_causal": bool(call.get("is_causal", False))}
     if call.get("window") is not None:
         options["window_size"] = window_of(call["window"])

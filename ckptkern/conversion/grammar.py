@@ -58,7 +58,7 @@ class Grammar(Steps):
             return Reading(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if not h.is_function("mul", of=2):
             raise self.refuse("the hidden layer ends in", h)
-        a, b = (self.strip(operand) for operand in h.inputs)
+        a, b = map(self.strip, h.inputs)
         for gate, up_node in ((a, b), (b, a)):
             match, up = self.activation(gate), self.linear_of(up_node)
             if match is None or up is None:

@@ -411,9 +411,9 @@ def check_tensors(op: str, model: nn.Module, call: Call) -> None:
             "torch.no_grad() is allowed"
         )
     tensors = [*model.parameters(), *tensors_in(call)]
-    if any(is_lazy(tensor) for tensor in tensors):
+    if any(map(is_lazy, tensors)):
         raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
-    if any(tensor.is_inference() for tensor in tensors):
+    if any(map(Tensor.is_inference, tensors)):
         raise RuntimeError(
             f"{op}: a parameter or input was made in torch.inference_mode(), so that no gradient flows through it. Make it "
             "outside, or pass its clone()"

@@ -317,7 +317,7 @@ def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | Non
     dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
 
     def of_block(block):
-        q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
+        q_part, *others, place = map(block.of_queries, (q, do, o, lse, dq))
         keys = block.of_keys(k)
         if not keys.shape[2]:
             place.zero_()

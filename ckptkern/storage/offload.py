@@ -153,7 +153,7 @@ class _Lane:
                 flight.join(self.stream())
                 resident = flight.resident
             # prefetch what backward wants next: the tensors stored before this one, latest first
-            before = (self.copies.get(n) for n in range(copy.number - 1, max(copy.number - 65, -1), -1))
+            before = map(self.copies.get, range(copy.number - 1, max(copy.number - 65, -1), -1))
             window = list(
                 itertools.islice(
                     (earlier for earlier in before if earlier is not None and earlier.out is None), self.prefetch

@@ -371,7 +371,7 @@ def reduced(
     outputs = public(results, lead)
     if results.accuracy is not None and reduction != "none":
         outputs["accuracy"] = outputs["accuracy"].sum() / count
-    return CrossEntropyOutput(loss, *(outputs.get(name) for name in CrossEntropyOutput._fields[1:]))
+    return CrossEntropyOutput(loss, *map(outputs.get, CrossEntropyOutput._fields[1:]))
 
 
 def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
