@@ -29,6 +29,7 @@ from .registration.functions import build
 from .registration.gradients import BiasGrad, WeightGrad
 from .registration.op import (
     Chunks,
+    Named,
     Op,
     OpTensors,
     beside_frozen,
@@ -124,7 +125,7 @@ class ExpertsBranch:
         rows = eager.gather_rows(x, groups)
         return update.add(p, p.experts_gemm(rows, self.w, self.b, groups, o.precision, transposed=True), rows, groups)
 
-    def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> Named:
         """Returns "y" of x [rows, d], and "gu", a row for each of x's, if backward does not recompute it. gu: the saved tensor,
         in backward."""
         p, o, save_gu = self.p, self.o, self.o.recompute != "full"
@@ -152,7 +153,7 @@ class ExpertsBranch:
         groups: eager.Groups,
         need: Collection[str],
         sums: dict,
-    ) -> dict[str, Tensor]:
+    ) -> Named:
         """Returns "dx" and "ds" if `need` names "x" and "s"; adds the other gradients to `sums`. gu: None, or as `forward`
         returned it."""
         p, o, bd = self.p, self.o, self.named["down_bias"]

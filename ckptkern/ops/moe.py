@@ -35,7 +35,7 @@ from .mlp.branch import saves as mlp_saves
 from .mlp.mlp import MLPTensors, bytes_around
 from .registration.functions import build
 from .registration.gradients import BiasGrad, WeightGrad
-from .registration.op import Grads, cast_parameter, with_fields
+from .registration.op import Grads, Named, cast_parameter, with_fields
 from .sublayer.lora import NO_UPDATES, LoRA, gather_lora, updates_of
 from .sublayer.residual import (
     AroundTensors,
@@ -238,12 +238,10 @@ class MoESublayer(Sublayer):
         gate = self.cast(self.t.shared_expert_gate)
         return None if gate is None else torch.sigmoid(eager.linear(h, gate, None))
 
-    def of_shared(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of_shared(self, saved: Named) -> Named:
         return {name.removeprefix("shared_"): tensor for name, tensor in saved.items() if name.startswith("shared_")}
 
-    def branch(
-        self, h: Tensor, s: Tensor, groups: eager.Groups, saved: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def branch(self, h: Tensor, s: Tensor, groups: eager.Groups, saved: Named | None = None) -> tuple[Tensor, Named]:
         """Returns (the branch's result, what it saves). saved: what forward saved, in backward, which reads only the
         result."""
         results = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
@@ -258,7 +256,7 @@ class MoESublayer(Sublayer):
         f = f.add_(y) if gate is None else f.addcmul_(y, gate)
         return f, results | {f"shared_{name}": tensor for name, tensor in own.items()}
 
-    def forward(self) -> dict[str, Tensor]:
+    def forward(self) -> Named:
         """Returns by name the output "y", the logits, the choice "index", and what the branch saves."""
         h = self.inputs()
         logits = self.logits(h)
@@ -269,7 +267,7 @@ class MoESublayer(Sublayer):
         h, index = None, index.to(torch.int16 if logits.shape[1] < 2**15 else torch.int32)
         return saved | {"y": self.output(self.drop(f)), LOGITS: logits, "index": index}
 
-    def backward(self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Gradients) -> Grads:
+    def backward(self, dy: Tensor, saved: Named, need: Collection[str], sums: Gradients) -> Grads:
         """Returns the gradients that are not in `sums`."""
         index, dlogits, h = saved["index"].long(), saved[f"d{LOGITS}"], self.inputs()
         groups = eager.route(index, self.t.router_weight.shape[0])

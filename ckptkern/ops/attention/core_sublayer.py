@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import Delayed, Place, WeightGrad, add_matmul, arrived, is_late
-from ..registration.op import Grads, SublayerOp, needed_names
+from ..registration.op import Grads, Named, SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of, reference_linear
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
@@ -113,8 +113,8 @@ class Gradients:
         self.t, self.parts = t, parts
         self.sums: dict[str, WeightGrad] = {}
         self.grads: dict[str, Any] = {}
-        self.wholes: dict[str, Tensor] = {}
-        self.totals: dict[str, Tensor] = {}
+        self.wholes: Named = {}
+        self.totals: Named = {}
         self.shared: dict[int, Tensor] = {}
 
     def whole(self, name: str) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import add_matmul
-from ..registration.op import with_fields
+from ..registration.op import Named, with_fields
 from ..sublayer.lora import reference_linear
 from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions
 from .core import CoreOptions
@@ -230,7 +230,7 @@ class LatentSublayer(CoreSublayer):
         q = self.normed_latent(q, t.q_a_norm)
         return Latents(raw, q, self.normed_latent(of_kv[:, : self.sizes.kv_rank], t.kv_a_norm))
 
-    def projected(self, latents: Latents) -> dict[str, Tensor]:
+    def projected(self, latents: Latents) -> Named:
         """Returns q [tokens, heads (nope + rope)], rotated, kv [tokens, heads (nope + v)], and their raw latents, by name."""
         t = self.t
         q = eager.linear(latents.q, self.cast(t.wq, last=False), self.cast(t.bq))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import add_matmul
-from ..registration.op import rows_2d
+from ..registration.op import Named, rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of, reference_linear
 from .context import ExchangedHeads, GatheredHeads
 from .core_sublayer import (
@@ -200,7 +200,7 @@ class AttentionSublayer(CoreSublayer):
                         pair.add(self.p, out[place], rows, place.start or 0)
         return qkv
 
-    def projected(self, h: Tensor | None) -> dict[str, Tensor]:
+    def projected(self, h: Tensor | None) -> Named:
         return {"qkv": self.project(h)}
 
     def rotated(self, raw: Tensor, name: str, keeps_raw: bool) -> Tensor:

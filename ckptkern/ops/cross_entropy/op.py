@@ -18,6 +18,7 @@ from ..registration.gradients import WeightGrad, main_grad_of
 from ..registration.op import (
     CHUNK_ROWS,
     Chunks,
+    Named,
     Op,
     OpTensors,
     beside_frozen,
@@ -187,7 +188,7 @@ def statistics_of(
     o,
     first: int = 0,
     updated: UpdatedHead | None = None,
-) -> dict[str, Tensor]:
+) -> Named:
     """Returns TokenStatistics over the classes w, and the logits and parts that are saved, by name.
 
     first: place of w's first row in this rank's vocabulary. updated: an UpdatedHead, whose [x | u] replaces rows [M, d]; w is

@@ -21,7 +21,7 @@ from ...errors import ShapeError
 from ...frozen import Frozen
 from ..dispatch.choices import check_weight, primitives
 from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
-from ..registration.op import Grads, beside_frozen, cast_parameter, row_bytes, row_count
+from ..registration.op import Grads, Named, beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import dropout_arguments
 from ..sublayer.lora import low_rank, names_of, reference_linear
 
@@ -101,7 +101,7 @@ class MLPBranch:
             o, holds = beside_frozen((t.gate_weight, t.up_weight, t.down_weight), o, dtype)
         self.holds = holds
         self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
-        self.copies: dict[str, Tensor] = {}
+        self.copies: Named = {}
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = o.gated
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
@@ -149,7 +149,7 @@ class MLPBranch:
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
         return self.p.apply_dropout(h, self.dropout, start)
 
-    def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, Named]:
         """Computes y of rows x [rows, d] that begin at `start`, in the tensor `y` if there is one; returns y and what `saves`
         names."""
         names = saves(self.o)
@@ -161,7 +161,7 @@ class MLPBranch:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
-    def result_of(self, x: Tensor, saved: dict[str, Tensor], start: int) -> Tensor:
+    def result_of(self, x: Tensor, saved: Named, start: int) -> Tensor:
         """Computes y of rows x that begin at `start`: by one matmul if what `saves` names was saved, else by all."""
         if not saved:
             return self.forward_rows(x, start)[0]
@@ -198,7 +198,7 @@ class MLPBranch:
     # -- backward
 
     def backward_rows(
-        self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
+        self, dy: Tensor, x: Tensor | None, saved: Named, start: int, sums: Sums, dx: Tensor | None = None
     ) -> Tensor | None:
         """Adds the gradients that dy [rows, e] of rows that begin at `start` gives to the sums; returns dx [rows, d], in `dx`
         if there is one. x: None where it is not read; saved: what `saves` names."""

@@ -27,6 +27,7 @@ from ..dispatch.shard import ACTIVE
 from ..registration.functions import across_ranks, build
 from ..registration.op import (
     Grads,
+    Named,
     Op,
     by_chunks,
     in_order,
@@ -106,12 +107,12 @@ class MLPSublayer(Sublayer):
         inner = OF_BRANCH.intersection(need)
         return Sums(self.branch, inner | {"x"} if self.needs_dh(need) else inner, chunks)
 
-    def forward(self) -> dict[str, Tensor]:
+    def forward(self) -> Named:
         """Computes the sublayer's output, "y", and what its branch saves."""
         f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
         return saved | {"y": self.output(self.drop(f))}
 
-    def backward(self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums) -> Grads:
+    def backward(self, dy: Tensor, saved: Named, need: Collection[str], sums: Sums) -> Grads:
         """Computes the gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
         # no mode saves f: it is recomputed by one matmul from a saved hidden layer, else by all

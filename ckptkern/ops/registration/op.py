@@ -24,7 +24,8 @@ from ...frozen import Frozen, frozen_bytes
 
 _AUTOCAST = int(state.Observed.AUTOCAST)
 OpTensors = Sequence[Tensor | None]  # in the order of an op
-Grads = dict[str, Tensor | None]  # by the names of their tensors
+Named = dict[str, Tensor]  # tensors by name
+Grads = dict[str, Tensor | None]  # gradients by name
 
 
 class Op:
@@ -64,7 +65,7 @@ class Op:
         return True
 
     @staticmethod
-    def made_on_meta(x: Tensor, saved: dict[str, Tensor], options) -> dict[str, Tensor]:
+    def made_on_meta(x: Tensor, saved: Named, options) -> Named:
         """Returns what kernels save, by name, from what forward in PyTorch ops saves on meta tensors, if shapes differ."""
         return saved
 
@@ -159,7 +160,7 @@ def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: 
     return flat
 
 
-def call_of(op: type[Op], flat: Sequence, options) -> tuple[OpTensors, dict[str, Tensor]]:
+def call_of(op: type[Op], flat: Sequence, options) -> tuple[OpTensors, Named]:
     """Inverts `to_save`: returns tensors and saved, by name, as the op's backward takes them. Gradients of more results follow
     in `flat`."""
     names = op.saves(options)
@@ -282,9 +283,9 @@ def token_chunks(
 
 def by_chunks(
     chunks: Chunks,
-    of_rows: Callable[[int, int], dict[str, Tensor]],
+    of_rows: Callable[[int, int], Named],
     into: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
+) -> Named:
     """Returns what of_rows(start, stop) returns, for all rows. Each chunk's part is written to its place, in a tensor of `into`
     or a new one, and freed."""
     if len(chunks) == 1:

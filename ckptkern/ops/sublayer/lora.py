@@ -22,7 +22,7 @@ from ... import eager
 from ...errors import ShapeError
 from ..dispatch.choices import autocast_dtype, check_number, check_probability, check_tensor
 from ..registration.gradients import WeightGrad
-from ..registration.op import cast_parameter
+from ..registration.op import Named, cast_parameter
 from .dropout import dropout_arguments
 
 
@@ -193,7 +193,7 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
 
 
 # the result of `gather_lora` without updates
-NO_UPDATES: tuple[dict[str, Tensor], tuple[float, ...]] = {}, ()
+NO_UPDATES: tuple[Named, tuple[float, ...]] = {}, ()
 
 
 def gather_lora(
@@ -203,7 +203,7 @@ def gather_lora(
     weights: Mapping[str, Tensor | None],
     layers: tuple[str, ...] = (),
     layer_of: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+) -> tuple[Named, tuple[float, ...]]:
     """Checks `lora`; returns (tensors by field, (scale, dropout_p) of each of `layers` in one tuple, empty without
     updates). weights: by their names in `lora`, None where the layer is missing. layers: names and order of the layers,
     if other than those of weights; layer_of: the layer of a name, if it differs."""
