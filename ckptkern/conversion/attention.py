@@ -22,6 +22,7 @@ from .reading import (
     Norm,
     Reading,
     Steps,
+    Template,
     Weight,
     in_training,
     layers_as,
@@ -146,7 +147,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _projections(
     steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None
-) -> tuple[dict[str, Any], Node, Choices]:
+) -> tuple[Template, Node, Choices]:
     """Returns (arguments, the node that the projections read, choices). Raises Unreadable."""
     if any(len(part.linears) != 1 for part in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
@@ -176,7 +177,7 @@ def _projections(
 
 def _latent_projections(
     steps: Steps, core: Core, q: Projection, latent: Layer, v: Projection, out: Layer
-) -> tuple[dict[str, Any], Node, Choices]:
+) -> tuple[Template, Node, Choices]:
     """Returns what `_projections` does, if k and v are projected from a latent, and maybe q from another. Raises
     Unreadable."""
     (q_layer,), (kv_b,), x = q.linears.values(), v.linears.values(), latent.input
@@ -197,7 +198,7 @@ def _latent_projections(
     return arguments | layers_as(**layers), x, []
 
 
-def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
+def _crossing(query: Node, key: Node, value: Node) -> Template:
     """Returns the argument `key_value` if k and v are projected from another tensor than q; {} otherwise. Raises Unreadable."""
     if query is key is value:
         return {}
@@ -208,7 +209,7 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     return {"key_value": Argument(key.source)}
 
 
-def _norms(q: Projection, k: Projection) -> dict[str, Any]:
+def _norms(q: Projection, k: Projection) -> Template:
     norms = [*q.norms.values(), *k.norms.values()]
     if not norms:
         return {}
@@ -218,7 +219,7 @@ def _norms(q: Projection, k: Projection) -> dict[str, Any]:
     return {"qk_norm": pairs, "qk_norm_eps": norms[0].eps, "qk_norm_kind": norms[0].kind}
 
 
-def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
+def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[Template]:
     """Returns the arguments by which q and k may be rotated, a dict for each way."""
     tables = [*q.tables]
     if len(tables) != len(k.tables) or not all(map(_alike, tables, k.tables)):
@@ -267,7 +268,7 @@ def is_causal_buffer(steps: Steps, mask: Node) -> bool:
     return torch.equal(hidden, later) or torch.equal(hidden, ~later)
 
 
-def _masks(steps: Steps, seen: list[Node]) -> dict[str, Any]:
+def _masks(steps: Steps, seen: list[Node]) -> Template:
     """Returns the arguments attn_mask and is_causal for the masks `seen`, which are added to the scores or hide some.
     Empties `seen`."""
     pairs, causal = [], {}

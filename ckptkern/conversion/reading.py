@@ -26,6 +26,7 @@ from .trace import Node, Unreadable, is_floating, recomputed
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
 _LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time for longer formulas
+Template = dict[str, Any]  # of an op's arguments, in which a Weight names a parameter
 
 
 class Weight(NamedTuple):
@@ -300,7 +301,7 @@ class Steps:
             raise Unreadable("it has two dropouts in a row")
         return live[0] if live else 0.0
 
-    def norm_arguments(self, node: Node, name: str = "norm") -> dict[str, Any]:
+    def norm_arguments(self, node: Node, name: str = "norm") -> Template:
         kind, weight, bias, eps = self.norm(node)
         return {name: kind, f"{name}_weight": weight, f"{name}_bias": bias, f"{name}_eps": eps}
 
@@ -453,7 +454,7 @@ class Layer(NamedTuple):
         return Layer(weight, bias, self.out_features // count, self.input, update)
 
 
-def layers_as(**layers: Layer) -> dict[str, Any]:
+def layers_as(**layers: Layer) -> Template:
     """Returns weights, biases and low-rank updates of these layers as arguments of an op."""
     arguments = {}
     for name, layer in layers.items():
@@ -461,14 +462,14 @@ def layers_as(**layers: Layer) -> dict[str, Any]:
     return arguments | updates(**layers)
 
 
-def updates(**layers: Layer) -> dict[str, Any]:
+def updates(**layers: Layer) -> Template:
     """Returns the argument `lora` of an op; {} if no layer has an update."""
     lora = {name: layer.update for name, layer in layers.items() if layer.update is not None}
     return {"lora": lora} if lora else {}
 
 
 # For each open question, alternative changes of arguments, by name: "a.b" is b of the argument a.
-Choices = list[list[dict[str, Any]]]
+Choices = list[list[Template]]
 
 
 @dataclass
@@ -480,7 +481,7 @@ class Reading:
     the place of the output in what forward returns. apart: a function that forward keeps out of autocast, and the op would not.
     """
 
-    arguments: dict[str, Any]
+    arguments: Template
     x: Any
     choices: Choices = field(default_factory=list)
     logits_of: str = ""
@@ -497,7 +498,7 @@ class Reading:
             yield replace(self, arguments=arguments, choices=[])
 
 
-def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def _changed(arguments: Template, path: str, value: Any) -> Template:
     name, _, rest = path.partition(".")
     return arguments | {name: _changed(arguments[name], rest, value) if rest else value}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from .. import nn as ours
 from ..conversion.binding import Fused, Own
 from ..conversion.computed import templates
-from ..conversion.reading import Weight
+from ..conversion.reading import Template, Weight
 from ..conversion.trace import mapped
-
-Template = dict[str, Any]  # of an op's arguments, in which a Weight names a parameter
 
 
 class Place(NamedTuple):
