@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -107,7 +107,7 @@ class Segment(SavedTensors):
                 if (value := self.held(saved)) is not None:
                     return value
                 # passes of a group share a key; outside a pass each read has its own
-                group, key = torch._C._get_graph_exec_group(), torch._C._current_graph_task_id()
+                group, key = _C._get_graph_exec_group(), _C._current_graph_task_id()
                 if group is not None:
                     key = next((key for key, value in self.done.items() if value is group), -1)
                 key = -2 - len(self.done) if key == -1 else key
@@ -148,7 +148,7 @@ class Segment(SavedTensors):
         if value is None:
             self.drop(HELD)
             self.room = None
-            self.done.pop(torch._C._current_graph_task_id(), None)  # this pass may have recomputed the region
+            self.done.pop(_C._current_graph_task_id(), None)  # this pass may have recomputed the region
         return value
 
     def recompute(self, key: int) -> torch.device | None:
@@ -165,7 +165,7 @@ class Segment(SavedTensors):
         grad_mode = torch.is_grad_enabled()
         unreadable = self.enter(self.state)
         try:
-            torch._C._set_grad_enabled(True)
+            _C._set_grad_enabled(True)
             push_hooks(run.pack if checksums is None else checksums.hook(run.pack), _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
@@ -182,13 +182,13 @@ class Segment(SavedTensors):
             raise
         finally:
             self.state.exit()
-            torch._C._set_grad_enabled(grad_mode)
+            _C._set_grad_enabled(grad_mode)
         self.keep_versions()
         if checksums is not None:
             pairs = zip(self.checksums.all(), checksums.all(), strict=False)
             if wrong := [a != b for a, b in pairs]:
                 flags = torch.stack([flag.to(wrong[0].device) for flag in wrong])
-                if torch._C._current_graph_task_id() == -1:
+                if _C._current_graph_task_id() == -1:
                     self.compare_values(flags)
                 else:  # reads the device once, at the end of the backward pass
                     callback = functools.partial(self.compare_values, flags)
@@ -351,7 +351,7 @@ class _Checksums:
         """Returns a hook that packs, and adds each tensor."""
 
         def add_and_pack(x):
-            op = torch._C._autograd._get_sequence_nr()
+            op = _C._autograd._get_sequence_nr()
             if op != self.op:
                 self.all()
             self.waiting.append(x)
@@ -439,10 +439,10 @@ class Span(Segment):
                 leaves[j] = returned[i]
             args, kwargs = tree_unflatten(leaves, spec)
             unreadable = self.enter(state)
-            torch._C._push_on_torch_function_stack(self.recompute_context)  # above this call's modes
+            _C._push_on_torch_function_stack(self.recompute_context)  # above this call's modes
             try:
                 with unreadable:
                     result = function(*args, **kwargs)
             finally:
-                torch._C._pop_torch_function_stack()
+                _C._pop_torch_function_stack()
                 state.exit()

@@ -127,7 +127,7 @@ SEGMENTS = [
     Fault(
         "groups: a later layer's recompute decides for itself",
         "ckptkern/segments/segment.py",
-        "torch._C._push_on_torch_function_stack(«self.recompute_context»)",
+        "_C._push_on_torch_function_stack(«self.recompute_context»)",
         "self.context",
         ("tests/conversion/test_groups.py -k router", "tests/conversion/test_groups.py"),
     ),
