@@ -15,7 +15,6 @@ masks are those of the unsharded block, by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +25,7 @@ from .attention.block import across as attention_across
 from .dispatch.choices import autocast_off, choose_backend
 from .mlp.mlp import across as mlp_across
 from .mlp.mlp import gather as gather_mlp
+from .registration.gradients import Finish
 from .registration.op import cast_parameter
 from .sublayer.dropout import replayed_dropout
 from .sublayer.residual import drawn, reference_output
@@ -50,7 +50,7 @@ class Shard:
 
     # -- collectives
 
-    def gathering(self, x: Tensor) -> Callable[[], Tensor]:
+    def gathering(self, x: Tensor) -> Finish:
         """Starts the collective of G x, for x [..., S, d]; returns a function that waits for it and returns G x."""
         if not self.sequence:
             return lambda: x
@@ -58,7 +58,7 @@ class Shard:
         parts = _c10d.all_gather_into_tensor(rows, self.size, self.group)
         return lambda: _c10d.wait_tensor(parts).view(self.size, *rows.shape).movedim(0, -3).flatten(-3, -2)
 
-    def reducing(self, y: Tensor) -> Callable[[], Tensor]:
+    def reducing(self, y: Tensor) -> Finish:
         """Starts the collective of R y, for y [..., S, d] with all rows; returns a function that waits for it and returns R
         y."""
         if not self.sequence:
@@ -67,7 +67,7 @@ class Shard:
         part = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
         return lambda rows=rows: _c10d.wait_tensor(part)  # rows stays until the collective has read it
 
-    def summing(self, y: Tensor) -> Callable[[], Tensor]:
+    def summing(self, y: Tensor) -> Finish:
         """Starts the sum of y over the group; returns a function that waits for it and returns it."""
         total = _c10d.all_reduce(y.contiguous(), "sum", self.group)
         return lambda: _c10d.wait_tensor(total)

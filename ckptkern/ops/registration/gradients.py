@@ -231,6 +231,7 @@ def accumulates(weight: Tensor) -> bool:
 # -- a gradient that a collective still writes
 
 VIEWS = frozenset((torch.ops.aten.view.default, torch.ops.aten.slice.Tensor))
+Finish = Callable[[], Tensor]  # waits for a tensor and returns it
 
 
 class Late(Tensor):
@@ -239,13 +240,11 @@ class Late(Tensor):
     An op's backward takes it as dy, and first does what needs x alone. Views of it are late, too. Any other operation waits.
     """
 
-    finish: Callable[[], Tensor] | None
+    finish: Finish | None
     value: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, finish: Callable[[], Tensor]
-    ) -> Late:
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, finish: Finish) -> Late:
         late = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         late.finish, late.value = finish, None
         return late
