@@ -92,7 +92,7 @@ def in_float64(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return replacing(module, double, double)
 
 
-def varied(value, excludes: bool = False):
+def varied(value, excludes: bool):
     """Returns another mask of the same kind, because an example's mask rarely hides anything. excludes: True hides."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value

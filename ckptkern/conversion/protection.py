@@ -117,7 +117,7 @@ class _State:
     """Holds what modules hold, and what that holds, to a depth of DEPTH: attributes, items of containers, values of tensors
     and states of generators. Parameters are not copied, and other modules are not followed."""
 
-    def __init__(self, modules: list[nn.Module], others: Iterable = ()):
+    def __init__(self, modules: list[nn.Module], others: Iterable):
         self.held: list[Held] = []
         self.tensors: list[Written] = []
         self.restorers: list[Callable[[], None]] = []
