@@ -106,10 +106,10 @@ class _Layer(Layer):
         arguments: dict = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
         if cross is not None:
             arguments["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
-        mlp = {"activation": named(self.activation), "dropout_p": _probability(self.dropout)}
         arguments["mlp_arguments"] = {
             **weights(self, up="linear1", down="linear2"),
-            **mlp,
+            "activation": named(self.activation),
+            "dropout_p": _probability(self.dropout),
             **around(len(arguments) + 1),
         }
         return arguments
