@@ -65,7 +65,7 @@ class Attention(Op):
     @staticmethod
     def backward(do, tensors, saved, o, needs):
         q, k, v, *others = tensors
-        t, need_dmask, p = CoreTensors(*others), needed(needs, MASK), primitives(o.backend)
+        t, p = CoreTensors(*others), primitives(o.backend)
         *grads, dmask, dslopes, dsinks = attention_grads(
             p,
             q,
@@ -77,7 +77,7 @@ class Attention(Op):
             core_of(t, o),
             need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V),
-            dmask_shape=t.mask.shape if need_dmask else None,
+            dmask_shape=t.mask.shape if needed(needs, MASK) else None,
             need_dslopes=needed(needs, SLOPES),
             need_dsinks=needed(needs, SINKS),
         )
