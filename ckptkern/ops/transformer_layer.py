@@ -42,10 +42,11 @@ def of_sublayers(layer: type) -> type:
     parallel: whether all sublayers read x.
     """
     attention, last, count = layer.attention, layer.last, layer.attentions
-    fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
     A = len(attention.Tensors._fields)
     of_attentions = {n * A + i for n in range(count) for i in attention.constants}
-    layer.Options = NamedTuple("LayerOptions", list(fields.items()))
+    layer.Options = NamedTuple(
+        "LayerOptions", [("attention", tuple[attention.Options, ...]), ("mlp", last.Options), ("parallel", bool)]
+    )
     layer.constants = frozenset(of_attentions | {count * A + i for i in last.constants})
     layer.more_results, layer.decisions = last.more_results, last.decisions
     return layer
