@@ -370,13 +370,16 @@ class _Checksums:
 # -- several calls in a row
 
 
+Places = list[tuple[int, int]]  # of `_Next`
+
+
 class _Next(NamedTuple):
     """A call after the first. state: without the arguments that the previous call returned. places: (index of such an argument,
     index of the previous result), among leaves. spec: the TreeSpec of the arguments."""
 
     function: Callable
     state: SegmentState
-    places: list[tuple[int, int]]
+    places: Places
     spec: TreeSpec
 
 
@@ -405,7 +408,7 @@ class Span(Segment):
         self.returned = [(weakref.ref(t), t._version) if isinstance(t, Tensor) else None for t in leaves]
         return result
 
-    def takes(self, args: tuple, kwargs: dict) -> list[tuple[int, int]]:
+    def takes(self, args: tuple, kwargs: dict) -> Places:
         """Returns the `places` of a next call; [] if it takes no result of the last call, or a result was changed since."""
         if self.changed() is not None:  # a parameter was changed since the last call: backward is to raise
             return []
@@ -416,7 +419,7 @@ class Span(Segment):
         at = [(j, *places[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in places]
         return [(j, i) for j, i, _ in at] if all(same for *_, same in at) else []
 
-    def next(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict, places: list[tuple[int, int]]):
+    def next(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict, places: Places):
         """Runs another call, with the places that `takes` returned, and returns its result."""
         leaves, spec = tree_flatten((args, kwargs))
         for j, _ in places:
