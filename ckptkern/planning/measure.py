@@ -42,6 +42,7 @@ from .timing import Clock, Rates, Roofline
 # At most ROUNDS rounds of timing. They end after PATIENCE seconds from the fourth round on, and after LONG seconds before it,
 # because long rounds have little noise. On a CPU the first pass over the strategies counts as such a round.
 ROUNDS, PATIENCE, LONG = 15, 2.0, 5.0
+Shown = Callable[[str], None]  # called with what is being measured
 
 
 # -- bytes
@@ -182,7 +183,7 @@ def measure(
     example: Example,
     segments: Sequence[Segment],
     strategies: Sequence[list[Strategy]],
-    shown: Callable[[str], None],
+    shown: Shown,
     rates: Rates | None = None,
 ) -> Table:
     """Returns the table of a model's regions in their strategies. Restores the model, its modes and the random states.
@@ -213,7 +214,7 @@ def measure(
     return table
 
 
-def fill(table: Table, shown: Callable[[str], None]) -> None:
+def fill(table: Table, shown: Shown) -> None:
     """Measures each kind alone, within the table's workspace."""
     names, size = owned_by(table.example.model), table.workspace
     with table.workspaces.at(size):
@@ -223,7 +224,7 @@ def fill(table: Table, shown: Callable[[str], None]) -> None:
             measure_alone(kind, names, table.rates)
 
 
-def narrower(table: Table, shown: Callable[[str], None]) -> Table:
+def narrower(table: Table, shown: Shown) -> Table:
     """Returns the table of the same regions within a smaller workspace: the largest power of two that is at most a quarter
     of what the table's takes."""
     most = table.rise(table.uniform("full"))

@@ -28,7 +28,7 @@ from ..extras import missing, progress
 from ..ops.dispatch.choices import Bytes
 from ..ops.registration.functions import Bodies
 from ..storage import Store
-from .measure import measure, narrower
+from .measure import Shown, measure, narrower
 from .search import Search, by_saved
 from .segments import Segment, Strategy, segments_of
 from .table import Choice, Example, Table, agreed, gathered, standing_lines
@@ -154,7 +154,7 @@ def bytes_of(op: str, name: str, budget: float | str) -> int:
 
 
 @contextmanager
-def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], None]]:
+def converted(example: Example, stays: bool = True) -> Iterator[Shown]:
     """Yields a function to call at each stage. On exit, reverts a model that had no region on entry, after an error or if it
     is not to stay converted."""
     op, model = example.op, example.model
