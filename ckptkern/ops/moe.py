@@ -35,7 +35,7 @@ from .mlp.branch import saves as mlp_saves
 from .mlp.mlp import MLPTensors, bytes_around
 from .registration.functions import build
 from .registration.gradients import BiasGrad, WeightGrad
-from .registration.op import Grads, Named, cast_parameter, with_fields
+from .registration.op import Grads, Named, Names, cast_parameter, with_fields
 from .sublayer.lora import NO_UPDATES, LoRA, gather_lora, updates_of
 from .sublayer.residual import (
     AroundTensors,
@@ -163,7 +163,7 @@ def logits_gradient(dw: Tensor, scores: Tensor, index: Tensor, o) -> Tensor:
 # -- the sublayer
 
 
-def saves(o: MoEOptions) -> tuple[str, ...]:
+def saves(o: MoEOptions) -> Names:
     """Returns the names of what forward saves besides its tensors: the choice of experts, and what moe_mlp and an MLP save."""
     if o.recompute == "full":
         return ("index",)

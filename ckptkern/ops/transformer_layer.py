@@ -28,7 +28,7 @@ from .moe import MoEBlock, moe_block
 from .moe import gather as gather_moe
 from .moe import saves as moe_saves
 from .registration.functions import build
-from .registration.op import OpTensors, SublayerOp, in_order, rows_2d, unflattened
+from .registration.op import Names, OpTensors, SublayerOp, in_order, rows_2d, unflattened
 from .sublayer.residual import drawn
 
 AnyOptions = AttentionOptions | LatentOptions
@@ -52,7 +52,7 @@ def of_sublayers(layer: type) -> type:
     return layer
 
 
-def saved_of(attention: AnyOptions, o: Any) -> tuple[str, ...]:
+def saved_of(attention: AnyOptions, o: Any) -> Names:
     """Returns the names of what an attention sublayer saves: its core's results; at "none", if not parallel, its output."""
     names = core_saves(attention)
     return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
@@ -178,7 +178,7 @@ OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 class Arguments(NamedTuple):
     """The arguments of a block that the layer passes on: names of required arguments, and defaults of the others."""
 
-    required: tuple[str, ...]
+    required: Names
     defaults: dict[str, Any]
 
     @classmethod

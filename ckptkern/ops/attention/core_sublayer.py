@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import Delayed, Place, WeightGrad, add_matmul, arrived, is_late
-from ..registration.op import Grads, Named, SublayerOp, needed_names
+from ..registration.op import Grads, Named, Names, SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of, reference_linear
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
@@ -24,7 +24,7 @@ from .tensors import Division, PositionTensors, batch_and_rows, part_of
 
 # Quantities in forward's order, each with its operands (quantities and names of inputs), each with the values that its gradient
 # reads besides the quantity's gradient and the parameters.
-Operands = dict[str, tuple[str, ...]]
+Operands = dict[str, Names]
 Table = dict[str, Operands]
 Saved = dict[str, Tensor | None]  # by name
 
@@ -180,7 +180,7 @@ class CoreSublayer(Sublayer):
 
     table: Callable[..., Table]
     layout: tuple
-    saved_as: tuple[tuple[str, tuple[str, ...]], ...]
+    saved_as: tuple[tuple[str, Names], ...]
     source_values: frozenset[str]
     index, count = 0, 1  # this group's place and the number of groups; the sublayer of all heads is group 0 of 1
     whole: Any = None  # the sublayer of all heads, in a group
@@ -446,7 +446,7 @@ class CoreSublayer(Sublayer):
             grads.written(own)
 
 
-def saves(o: Any) -> tuple[str, ...]:
+def saves(o: Any) -> Names:
     """Returns the names of what forward saves besides its tensors: core attention's results, and at "none" its inputs,
     `o.projected`."""
     return {"none": ("out", "lse", *o.projected), "selective": ("out", "lse"), "full": ()}[o.recompute]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ...results import TokenGradients, TokenStatistics
-from ..registration.op import cast_parameter, rows_2d
+from ..registration.op import Names, cast_parameter, rows_2d
 from ..sublayer.lora import LowRank
 
 
@@ -38,7 +38,7 @@ DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # read 
 CLASSES = 2**24  # y holds classes in the accumulate dtype, exact up to here
 
 
-def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
+def of_rows(y: Tensor, names: Names) -> TokenResults:
     """Splits y [rows, M] into the named results; top_k and log_probs may have several rows."""
     several, more = "top_k" if "top_k" in names else "log_probs", len(y) - len(names)
     results, row = {}, 0
@@ -66,7 +66,7 @@ class Sums:
         self.even = smoothing / entries if smoothing else None
         self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
 
-    def results(self, s: TokenStatistics, names: tuple[str, ...], candidates: Tensor | None = None) -> Tensor:
+    def results(self, s: TokenStatistics, names: Names, candidates: Tensor | None = None) -> Tensor:
         """Returns y [rows, M], 0 for ignored tokens and candidates."""
         results = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
         if "loss" in names:
@@ -168,7 +168,7 @@ def results_of_logits(
     weight: Tensor | None,
     ignore_index: int,
     smoothing: float,
-    names: tuple[str, ...],
+    names: Names,
     top_k: int = 0,
     candidates: Tensor | None = None,
 ) -> TokenResults:

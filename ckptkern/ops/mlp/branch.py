@@ -21,7 +21,7 @@ from ...errors import ShapeError
 from ...frozen import Frozen
 from ..dispatch.choices import check_weight, primitives
 from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
-from ..registration.op import Grads, Named, beside_frozen, cast_parameter, row_bytes, row_count
+from ..registration.op import Grads, Named, Names, beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import dropout_arguments
 from ..sublayer.lora import low_rank, names_of, reference_linear
 
@@ -76,7 +76,7 @@ class BranchOptions(NamedTuple):
     lora = ()
 
 
-def saves(o) -> tuple[str, ...]:
+def saves(o) -> Names:
     """Returns the names of what forward saves: what the activation reads (z, or g and u) and returns (h)."""
     if o.recompute == "full":
         return ()

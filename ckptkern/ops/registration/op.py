@@ -24,6 +24,7 @@ from ...frozen import Frozen, frozen_bytes
 
 _AUTOCAST = int(state.Observed.AUTOCAST)
 OpTensors = Sequence[Tensor | None]  # in the order of an op
+Names = tuple[str, ...]
 Named = dict[str, Tensor]  # tensors by name
 Grads = dict[str, Tensor | None]  # gradients by name
 
@@ -49,13 +50,13 @@ class Op:
     name: str
     Options: type
     constants: frozenset[int] = frozenset()
-    decisions: tuple[str, ...] = ()
+    decisions: Names = ()
     kernels = True
-    more_results: tuple[str, ...] = ()
+    more_results: Names = ()
     inference_recompute = "full"  # the mode in which forward saves nothing
 
     @staticmethod
-    def saves(options) -> tuple[str, ...]:
+    def saves(options) -> Names:
         """Returns the names of what forward saves for backward besides tensors. "y" is the result itself."""
         return ()
 

@@ -22,7 +22,7 @@ from ... import eager
 from ...errors import ShapeError
 from ..dispatch.choices import autocast_dtype, check_number, check_probability, check_tensor
 from ..registration.gradients import WeightGrad
-from ..registration.op import Named, cast_parameter
+from ..registration.op import Named, Names, cast_parameter
 from .dropout import dropout_arguments
 
 
@@ -138,7 +138,7 @@ class GroupedLowRank(NamedTuple):
 def grouped_low_rank(
     t: Mapping[str, Tensor | None],
     scales: tuple[float, ...],
-    layers: tuple[str, ...],
+    layers: Names,
     dtype: torch.dtype,
     precision: str,
 ) -> dict[str, GroupedLowRank]:
@@ -169,7 +169,7 @@ def updates_of(layers: Iterable[str]) -> type:
     return fields
 
 
-def low_rank(t, o, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
+def low_rank(t, o, layers: Names, layer: str, rows: int) -> LowRank | None:
     """Returns a layer's update, or None. rows: the most rows of any input of the sublayer."""
     if not o.lora:
         return None
@@ -201,7 +201,7 @@ def gather_lora(
     x: Tensor,
     lora: Mapping,
     weights: Mapping[str, Tensor | None],
-    layers: tuple[str, ...] = (),
+    layers: Names = (),
     layer_of: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Named, tuple[float, ...]]:
     """Checks `lora`; returns (tensors by field, (scale, dropout_p) of each of `layers` in one tuple, empty without
