@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
+from torch import _C, Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
@@ -85,7 +85,7 @@ def run(node: fx.Node, value: Callable[[fx.Node], Any], sizes: Sizes = (), count
 def run_stage(stage: Stage, values: Values, modules: Modules) -> None:
     """Computes a stage's results from `values` and adds them to it."""
     inner = dict(values)
-    with torch._C._DisableAutocast():
+    with _C._DisableAutocast():
         for node in stage.before:
             inner[node] = run(node, inner.__getitem__)
 
@@ -115,7 +115,7 @@ def run_stage(stage: Stage, values: Values, modules: Modules) -> None:
         for node, cut in stage.nodes.items():
             axes, call = dict(cut.inputs), node.meta.get("call")
             # casts are in the graph; a fused layer inside is a stage of its own
-            with own_modes() if call else torch._C._DisableAutocast():
+            with own_modes() if call else _C._DisableAutocast():
                 if call is None:
                     computed[node] = run(node, value, cut.sizes, count)
                 else:
@@ -249,7 +249,7 @@ class Parts:
         with torch.no_grad():
             for node, of in plan.writes:
                 node.target(values[of].data, *node.args[1:], **node.kwargs)
-        if torch._C._current_graph_task_id() == -1:  # not in a recompute
+        if _C._current_graph_task_id() == -1:  # not in a recompute
             for put, state in plan.ends.items():
                 put(state)
         for stage in plan.stages:
@@ -290,7 +290,7 @@ class Parts:
             try:
                 with (
                     torch.no_grad(),
-                    torch._C.DisableTorchFunction(),
+                    _C.DisableTorchFunction(),
                     _disable_current_modes(),
                     noting(module, self.differing, read),
                 ):
@@ -363,7 +363,7 @@ def planned(module: nn.Module, flat: list, spec, workspace: int, slices: int, la
     def forward(*tensors):
         args, kwargs = arguments = filled((values, spec), tensors)
         before, kind = tree_flatten(arguments)
-        with torch._C._EnableTorchFunction(), torch.enable_grad(), Recording(), Reads():
+        with _C._EnableTorchFunction(), torch.enable_grad(), Recording(), Reads():
             result = class_forward(module, args, kwargs)
         now, after = tree_flatten(arguments)
         if after != kind or any(value is not other for value, other in zip(now, before, strict=True)):

@@ -218,7 +218,7 @@ SEGMENTS = [
     Fault(
         "parts: a fused MLP in a slice runs without autocast",
         "ckptkern/segments/parts.py",
-        "with «own_modes() if call else torch._C._DisableAutocast()»:",
+        "with «own_modes() if call else _C._DisableAutocast()»:",
         "torch._C._DisableAutocast()",
         ("tests/conversion/test_parts.py -k autocast",),
     ),

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 from torch.compiler import is_compiling
 
@@ -147,7 +147,7 @@ def _gradients(registered: Registered):
         @staticmethod
         def backward(ctx, *cotangents):
             dy, *flat = ctx.saved_tensors
-            with torch._C._DisableAutocast():  # as in the bodies of the ops
+            with _C._DisableAutocast():  # as in the bodies of the ops
                 ddy, grads = _second_order(op, dy, flat, ctx.options, ctx.needs, cotangents)
             return None, None, ddy, *grads
 
@@ -168,7 +168,7 @@ def _gradients(registered: Registered):
                 return run_backward(op, dy, flat, options, needs, seen)
             grads = call_backward(registered, dy, flat, options, needs)
             # not in a compiled graph or under vmap, where dy is a placeholder or a batch
-            if not (compiling or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(dy)):
+            if not (compiling or _C._are_functorch_transforms_active() or is_legacy_batchedtensor(dy)):
                 grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
@@ -194,7 +194,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             options, needs, seen, saved = call
             more = op.more_results
             if saved is not None:
-                with torch._C._AutoDispatchBelowAutograd():
+                with _C._AutoDispatchBelowAutograd():
                     results = call_forward(registered, tensors, options)
                 saved += results[1 + len(more) :]
             elif seen & DISPATCHED and not Bodies.seen:
@@ -309,7 +309,7 @@ def build(op: type[Op]):
             saved: list[Tensor] = []
             results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, saved), *tensors)
             return [*(results if isinstance(results, tuple) else (results,)), *saved]
-        with torch._C._AutoDispatchBelowAutograd():
+        with _C._AutoDispatchBelowAutograd():
             return registered.fwd(tensors, *lists)
 
     LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
@@ -354,7 +354,7 @@ def build(op: type[Op]):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
                 return op.reference(tensors, options)
-        if torch._C._are_functorch_transforms_active() if compiling else seen & _TRANSFORMS:
+        if _C._are_functorch_transforms_active() if compiling else seen & _TRANSFORMS:
             if compiling:
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
             present = sum(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ... import state
@@ -129,7 +129,7 @@ def is_first_of_several() -> bool:
         Process.mode != "recompute"
         and not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
-        and torch._C._autograd._get_current_graph_task_keep_graph()
+        and _C._autograd._get_current_graph_task_keep_graph()
         and state.asks_for_some()
     )
 
@@ -220,10 +220,10 @@ class delay_weight_gradients:
 
 def accumulates(weight: Tensor) -> bool:
     """Returns whether this backward pass adds to weight.grad."""
-    if not weight.is_leaf or torch._C._current_graph_task_id() == -1:
+    if not weight.is_leaf or _C._current_graph_task_id() == -1:
         return False
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+        return _C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
     except RuntimeError:  # torch.autograd.grad of this weight
         return False
 
@@ -257,7 +257,7 @@ class Late(Tensor):
     def data_ptr(self) -> int:  # kernels are launched with it
         return self.arrived().data_ptr()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -385,7 +385,7 @@ class WeightGrad:
 
     def run(self) -> None:
         """Adds what waits, as the body of an op does: without autocast."""
-        with torch._C._DisableAutocast():
+        with _C._DisableAutocast():
             while self.later:
                 self.matmul(*self.later.pop(0)[0])
         self.later = None
