@@ -145,6 +145,12 @@ def call_of(node: fx.Node) -> fx.Node | None:
     return source if name_of(source) == "part" else None
 
 
+def is_heavy(node: fx.Node) -> bool:
+    """Returns whether a fused layer, which bounds its own memory, is not cut: the sums of its parameters' gradients over
+    slices would take more than its input and result."""
+    return name_of(node) == "part" and sum(map(size_of, node.args[1])) > 2 * size_of(node)
+
+
 def in_turn(nodes: Nodes, workspace: int) -> list[Stage]:
     """Returns stages of successive nodes whose values fit the workspace, such as some steps of a loop over tokens."""
     runs, cost = [[]], 0
@@ -271,7 +277,7 @@ class Planner:
             is_end = node in self.ready or (node in self.ends and node not in roots)
             if not is_end and len(axes) == 1 and None not in axes:
                 (axis,) = axes
-                cut = followed(node, axis, n)
+                cut = None if is_heavy(node) else followed(node, axis, n)
                 if node not in roots and not all(user in stage.nodes or user in self.placed for user in node.users):
                     shared.add(node)
                 if node in shared and name_of(node) in GEMMS and node not in roots:
