@@ -13,7 +13,6 @@ import collections
 import contextlib
 import functools
 import math
-import operator
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -335,8 +334,8 @@ class Cuts:
         save(self.record.saves[done:])
         return peak, height
 
-    def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
-        """Returns the checkpoints with the least of(peak of a step, what its forward saves), by default the sum. is_asked:
+    def best(self, is_asked: bool) -> list[Cut]:
+        """Returns the checkpoints with the least peak of a step, and of those the ones whose forward saves least. is_asked:
         also if they do not lower the peak."""
         own = [cuts.values() for m, cuts in self.whole.items() if not any(inner in self.fixed for inner in m.modules())]
         lists = filter(self.is_list, self.record.called)
@@ -347,7 +346,7 @@ class Cuts:
         candidates = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
         most = math.inf if is_asked else LOWER * self.peak(list(self.within(-1)))[0]
         lower = [candidate for candidate in candidates if candidate[0] <= most]
-        return min(lower, key=lambda candidate: of(*candidate[:2]))[2] if lower else []
+        return min(lower, key=lambda candidate: candidate[:2])[2] if lower else []
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -192,7 +192,7 @@ def found_segments(example: Example, include=None, exclude=None) -> list[Segment
         return segments
     # blocks without a region: the choice with the lowest peak
     candidates = Cuts(record, selected(model, include, exclude) - taken, slices=False)
-    cuts = candidates.best(is_asked=True, of=lambda peak, saved: (peak, saved))
+    cuts = candidates.best(is_asked=True)
     names = {m: name for name, m in model.named_modules()}
     return segments + [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
