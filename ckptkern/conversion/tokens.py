@@ -32,6 +32,7 @@ VIEWS = frozenset(
     (
         "__getitem__",
         "detach",
+        "expand",
         "movedim",
         "moveaxis",
         "narrow",

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .logits import REMEDY, Matmul, Step
 from .tokens import SCALES, Formula, formula_after, is_loss, loss, statistic
-from .trace import is_in_place
+from .trace import is_in_place, leaves_of, recomputed
 
 IN_PLACE = (
     "ckptkern.convert: a compiled model changes its logits in place, which needs their values. Convert with exclude= for "
@@ -129,10 +129,8 @@ class TracedLogits:
                 return result
         if step.kwargs.get("out") is not None or step.kwargs.get("inplace") or step.name in CHANGING:
             raise RuntimeError(IN_PLACE)
-        args = [arg.read() if isinstance(arg, TracedLogits) else arg for arg in args]
-        kwargs = {
-            name: value.read() if isinstance(value, TracedLogits) else value for name, value in step.kwargs.items()
-        }
+        leaves = [leaf.read() if isinstance(leaf, TracedLogits) else leaf for leaf in leaves_of(step[1:])]
+        args, kwargs = recomputed(step[1:], iter(leaves))
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str):
