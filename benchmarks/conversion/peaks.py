@@ -12,6 +12,7 @@ import argparse
 import functools
 import gc
 import math
+import re
 import time
 import traceback
 import warnings
@@ -55,6 +56,8 @@ SIZES = [
     (1, "bos_token_id"),
     (0, "pad_token_id"),
 ]
+OF_WIDTH = re.compile("size|dim|rank|width|d_head|d_state|d_ssm")  # in names of sizes that grow with the width
+NOT_OF_WIDTH = re.compile("vocab|window|sparsity")
 MAMBA_2 = dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=32)  # 8 heads of 32, which is twice the width
 DELTA = dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=HEADS)
 # head_dim: what the rotary embedding takes it from
@@ -136,13 +139,25 @@ class Result:
         return asdict(self) | numbers | {"reasons": " | ".join(self.reasons)}
 
 
-def build(name: str) -> nn.Module:
+def wider(settings: dict[str, Any], times: int) -> dict[str, Any]:
+    """Returns the settings of a model that is so many times as wide, with as many layers, heads, experts and classes."""
+
+    def scaled(name: str, value: Any) -> Any:
+        if not OF_WIDTH.search(name) or NOT_OF_WIDTH.search(name):
+            return value
+        return [times * one for one in value] if isinstance(value, list) else times * value
+
+    return {name: scaled(name, value) for name, value in settings.items()}
+
+
+def build(name: str, width: int = WIDTH) -> nn.Module:
     """Returns a family's model with gradients of zeros, the same for each call."""
     import transformers
 
-    settings = {"use_cache": False} | FAMILIES[name]
+    settings = {"use_cache": False} | wider(FAMILIES[name], width // WIDTH)
     # A size that a family sets is not set on its configuration too: Gemma 4's head_dim is not the whole model's.
-    sizes = [(size, " ".join(name for name in names.split() if name not in settings)) for size, names in SIZES]
+    own = {name: size for size, names in SIZES for name in names.split() if name not in settings}
+    sizes = [(size, name) for name, size in wider(own, width // WIDTH).items()]
     model = disturbed(built(getattr(transformers, f"{name}ForCausalLM"), settings, sizes))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -206,13 +221,13 @@ def compare_peaks(
         result.compare(*(peak(m, loss)[1] for m in (model, build().double())))
 
 
-def compare(name: str, tokens: int) -> Result:
+def compare(name: str, tokens: int, width: int = WIDTH) -> Result:
     """Returns a family's peaks, and how the converted model differs from eager."""
     result = Result(name, min(tokens, SCANNED) if name in SEQUENTIAL else tokens)
     ids = torch.randint(3, CLASSES, (1, result.tokens), generator=torch.Generator().manual_seed(1))
     example = ids[:, : result.tokens // 4]
     losses = (functools.partial(loss, ids=ids) for loss in (whole_loss, chunked_loss))
-    compare_peaks(result, functools.partial(build, name), dict(input_ids=example, labels=example), *losses)
+    compare_peaks(result, functools.partial(build, name, width), dict(input_ids=example, labels=example), *losses)
     return result
 
 
@@ -236,6 +251,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion.peaks", description=__doc__.split("\n")[0])
     parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (default: 2048)")
+    parser.add_argument(
+        "--width", type=int, default=WIDTH, help=f"hidden size, a multiple of {WIDTH} (default: {WIDTH})"
+    )
     parser.add_argument("--out", type=Path, help="write a row for each family to this file")
     parser.add_argument("--reasons", action="store_true", help="print why layers are left or checkpoints")
     args = parser.parse_args()
@@ -243,13 +261,15 @@ def main() -> None:
         parser.error(hint)
     if unknown := set(args.families) - set(FAMILIES):
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if args.width < WIDTH or args.width % WIDTH:
+        parser.error(f"--width must be a multiple of {WIDTH}, not {args.width}")
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     results, failed = [], []
     print(HEADING)
     for name in args.families or FAMILIES:
         try:
-            results.append(compare(name, args.tokens))
+            results.append(compare(name, args.tokens, args.width))
         except Exception:  # is printed and counted, and the other families still run
             traceback.print_exc()
             print(f"{name:17} FAILED", flush=True)
