@@ -95,7 +95,7 @@ class Encoder(nn.Module):
         super().__init__()
         convolutions = [
             nn.Conv1d(1, 16, 10, 5),
-            *(nn.Conv1d(i, 32, 3 - 2 * (i == 32), 1 + (i < 32)) for i in (16, 32, 32, 32)),
+            *(nn.Conv1d(i, 32, 3 - 2 * (i == 32), 1 + (i < 32)) for i in (16, *[32] * 5)),
         ]
         self.layers = nn.ModuleList(nn.Sequential(layer, nn.GELU()) for layer in convolutions)
 
