@@ -3,8 +3,8 @@ is fused, chooses the modules to checkpoint by what each saves and what it takes
 
 One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint saves a module's inputs,
 and recomputes the rest in backward. Small checkpoints save more inputs, large ones recompute more at once: of all bounds on the
-recomputed bytes, the chosen one has the lowest peak of a step. So a ResNet is cut at its blocks, whether they are in lists or in
-attributes, and a long nn.Sequential between some of its layers.
+recomputed bytes, the chosen one has the lowest peak of a step. So a ResNet is cut at its blocks, whether they are in lists or
+in attributes, and a long nn.Sequential between some of its layers.
 """
 
 from __future__ import annotations

@@ -8,21 +8,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import logging
 import operator
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ..memory import storages_of
 from ..ops.dispatch.choices import setting
 from .stages import Call, Form, Uncut
 
@@ -93,10 +97,39 @@ _library.define("part(Tensor[] tensors, Tensor[] parameters, int place, str alon
 @torch.library.register_fake("ckptkern::part", lib=_library)
 def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -> list[Tensor]:
     call = _THREAD.calls[place]
-    args, kwargs = filled(call.arguments, tensors)
-    with traced_calls(None), torch._C.DisableTorchFunction():
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        args, kwargs = filled(call.arguments, tensors)
         results, call.result = taken(call.run(*args, **kwargs))
+        if call.module is None and storages_of(results).keys() & storages_of(tensors).keys():
+            raise Uncut("its autograd.Function returns an argument, which it may have changed")
+        return results
+
+    with traced_calls(None), torch._C.DisableTorchFunction():
+        try:
+            results = run(tensors)
+        except Exception as error:  # a kernel that takes no fake tensors runs on zeros, for the shapes of its results
+            is_final = call.module is not None or isinstance(error, (Uncut, DynamicOutputShapeException))
+            if is_final or not all(map(torch.is_floating_point, tensors)):
+                raise
+            with _disable_current_modes(), torch.no_grad():
+                zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
+                kinds = [(y.shape, y.stride(), y.dtype, y.device) for y in run(zeros)]
+            results = [torch.empty_strided(*kind[:2], dtype=kind[2], device=kind[3]) for kind in kinds]
     return [tensor.clone() for tensor in results]
+
+
+@contextlib.contextmanager
+def custom_functions() -> Iterator[None]:
+    """Records each call of an autograd.Function, such as of a library's kernel, as one operator."""
+    original = Function.apply.__func__
+
+    def apply(kind, *args, **kwargs):
+        run = functools.update_wrapper(functools.partial(original, kind), kind, ("__name__",), ())
+        return traced_call(None, run, args, kwargs) if is_traced() else run(*args, **kwargs)
+
+    with mock.patch.object(Function, "apply", classmethod(apply)):
+        yield
 
 
 # detach, which torch 2.15 records as an alias
@@ -168,7 +201,7 @@ def recorded(module: nn.Module, function: Callable, fakes: list[Tensor]) -> tupl
             for generators in filter(None, (random, sys.modules.get("numpy.random"))):
                 generators.seed(seed)
             before, calls = drawn_elsewhere(), list[Call]()
-            with unchanged(module), traced_calls(calls):
+            with unchanged(module), traced_calls(calls), custom_functions():
                 graph = trace(*fakes)
             ends = {put: state for put, state in drawn_elsewhere().items() if state != before.get(put)}
             if not ends:

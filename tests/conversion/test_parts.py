@@ -141,6 +141,74 @@ def test_an_unknown_layer_peaks_within_the_workspace_of_a_known_one(one_thread):
     assert peaks["unknown"] < 0.6 * peak(plain, x)
 
 
+class Cumulative(torch.autograd.Function):
+    """A mixer of tokens with a backward of its own."""
+
+    @staticmethod
+    def summed(x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    @classmethod
+    def forward(cls, ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        state = torch.tanh(scale * cls.summed(k * v))
+        ctx.save_for_backward(q, k, v, state)
+        ctx.scale = scale
+        return q * state
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, state = ctx.saved_tensors
+        d = ctx.scale * (dy * q * (1 - state * state)).flip(1).cumsum(1).flip(1)
+        return dy * state, d * v, d * k, None
+
+
+class OfHost(Cumulative):
+    """One whose kernel takes no fake tensors, as Triton's."""
+
+    @staticmethod
+    def summed(x: Tensor) -> Tensor:
+        return torch.from_numpy(np.cumsum(x.detach().numpy(), 1))
+
+
+class InPlace(Cumulative):
+    @classmethod
+    def forward(cls, ctx, q: Tensor, *args) -> Tensor:
+        ctx.mark_dirty(q)
+        return q.copy_(super().forward(ctx, q.clone(), *args))
+
+
+class OfSome(Cumulative):
+    """The number of its results' rows follows their values."""
+
+    @classmethod
+    def forward(cls, ctx, q: Tensor, *args) -> Tensor:
+        y = super().forward(ctx, q, *args)
+        return torch.zeros_like(y).masked_scatter_(y > 0, y[y > 0]) + y.masked_fill(y > 0, 0)
+
+
+@pytest.mark.parametrize("function", [Cumulative, OfHost, InPlace, OfSome])
+def test_autograd_functions_are_parts(function, one_thread):
+    def mixer(q, k, v):
+        return function.apply(q, k, v, 0.5)
+
+    ours = Model(mixer, bump)
+    theirs, plain = copy.deepcopy(ours), copy.deepcopy(ours)
+    conversion = ckptkern.convert(ours, torch.randn(1, 64, D), recompute="full", workspace=WORKSPACE)
+    (reason,) = {row.reason for row in conversion if row.kind == "Layer"}
+    cut = function in (Cumulative, OfHost)
+    assert (f" | {function.__name__} | " in reason) if cut else ("as a whole" in reason), reason
+    for shape in ((1, 64, D), (2, 333, D)):
+        x = torch.randn(shape)
+        for a, b in zip(step(ours, x), step(theirs, x), strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+    if cut:
+        for layer in plain.layers:
+            layer.forward = ckptkern.checkpointed(layer.forward)
+        x = torch.randn(1, 2048, D)
+        assert peak(ours, x) < 0.5 * peak(plain, x)
+
+
 def test_a_fused_layer_with_more_weights_than_tokens_is_not_cut(one_thread, monkeypatch):
     """Sums of its weights' gradients over slices would take more than slices save."""
     monkeypatch.setitem(globals(), "D", 512)
