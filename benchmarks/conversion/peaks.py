@@ -145,7 +145,7 @@ def wider(settings: dict[str, Any], times: int) -> dict[str, Any]:
     def scaled(name: str, value: Any) -> Any:
         if not OF_WIDTH.search(name) or NOT_OF_WIDTH.search(name):
             return value
-        return [times * one for one in value] if isinstance(value, list) else times * value
+        return [times * size for size in value] if isinstance(value, list) else times * value
 
     return {name: scaled(name, value) for name, value in settings.items()}
 
