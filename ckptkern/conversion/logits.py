@@ -2,9 +2,8 @@
 
 `Logits` follows the operations of models between the LM head and F.cross_entropy or F.nll_loss: views and masks of tokens,
 float(), a scale, an untrained bias, a softcap; and the operations of trainers between it and a statistic of each token
-(`tokens.statistic`). The loss is then ckptkern.linear_cross_entropy of the head's input, also after torch.stack of several
-heads' (`Stack`). Any other function gets values, which are computed once with their graph, or without a graph for a read of
-detached logits.
+(`tokens.statistic`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
+are computed once with their graph, or without a graph for a read of detached logits.
 """
 
 from __future__ import annotations
@@ -118,11 +117,6 @@ class Step(NamedTuple):
         return self.name in SHOWING or (self.is_in_place and bool(logits_in(changed)))
 
     @property
-    def shows_tokens(self) -> bool:
-        """Returns whether the result may be a view of whole tokens."""
-        return self.name in VIEWS | COPIES and not any(isinstance(other, Tensor) for other in self.others)
-
-    @property
     def clones(self) -> bool:
         return self.name == "clone" or bool(self.kwargs.get("copy"))
 
@@ -189,9 +183,9 @@ class Matmul:
                 self.announced(logits.computed[0])
 
     def gather(self) -> None:
-        """Gathers parameters that fully_shard has resharded since, as backward would: for a result with a gradient, which
-        all ranks compute."""
-        if self.before_backward and not self.head.weight.untyped_storage().nbytes():
+        """Gathers parameters that fully_shard has resharded since, as backward would, or as another head has: for a result
+        with a gradient, which all ranks compute."""
+        if self.before_backward and self.head.weight.data_ptr() != self.marks[1][1]:
             unshard(self.before_backward)
             pairs = list(zip(self.marks, self.tensors, strict=True))
             self.marks[1:] = [(version, tensor.data_ptr()) for (version, _), tensor in pairs[1:]]
@@ -240,63 +234,6 @@ class Matmul:
         with placeholders():
             tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
         return _LazyLogits.apply({"matmul": self, "tokens": tokens}, *self.tensors)
-
-
-def stacks(step: Step) -> bool:
-    """Returns whether torch.stack gets lazy logits alone, of one kind."""
-    kinds = {(z.shape, z.dtype, z.detached, z.matmul.is_shown) for z in step.logits}
-    return len(kinds) == 1 and not (step.is_in_place or any(isinstance(other, Tensor) for other in step.others))
-
-
-class Stack(Matmul):
-    """Describes torch.stack of the logits of several heads. A loss or statistic of a view of one head's is this head's; all
-    else that is read of it needs values."""
-
-    def __init__(self, step: Step):
-        self.step, self.heads = step, step.logits
-        matmul, n = self.heads[0].matmul, self.heads[0].dim() + 1
-        super().__init__(matmul.x, matmul.head, None if matmul.log is None else [])
-        self.before_backward += [hook for z in self.heads for hook in z.matmul.before_backward]
-        self.dim = step.kwargs.get("dim", next(iter(step.args[1:]), 0)) % n
-        with placeholders():
-            self.placeholder = step.of(lambda z: z.tokens.placeholder)
-            numbers = self.placeholder.new_empty(len(self.heads), *[1] * (n - 1)).movedim(0, self.dim)
-            self.numbers = numbers.expand(self.placeholder.shape)  # a head's number is its offset
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for z in self.heads for tensor in z.matmul.tensors]
-
-    def values(self, tensors: list[Tensor] | None = None) -> Tensor:
-        rest = iter(tensors or self.tensors)
-        for z in self.heads if self.log is not None else ():
-            z.matmul.log.append((self.step, False))
-        return self.step.of(lambda z: replayed(z.step, z.matmul.values([next(rest) for _ in z.matmul.tensors])))
-
-    @property
-    def has_loss(self) -> bool:  # type: ignore[override]
-        return any(z.matmul.has_loss for z in self.heads)
-
-    def say(self, step: Step) -> None:
-        for z in self.heads:
-            z.matmul.say(step)
-
-    def logits(self) -> Logits:
-        rows = self.placeholder[..., :1]
-        tokens = Tokens(rows, self.placeholder.shape[-1], self.placeholder)
-        return _LazyLogits.apply({"matmul": self, "tokens": tokens}, *self.tensors)
-
-    def alone(self, logits: Logits) -> Logits | None:
-        """Returns the same logits as those of one head; None if they are of several, or copies."""
-        numbers = self.numbers
-        for step in logits.steps:
-            with placeholders():
-                numbers = step.of(lambda _, numbers=numbers: numbers)
-            if not any(n > 1 and numbers.stride(i) for i, n in enumerate(numbers.shape)):
-                z = self.heads[numbers.storage_offset()]
-                whole = z.unsqueeze(self.dim).expand(self.placeholder.shape)
-                return None if z.matmul.is_shown else replayed(logits.step, whole)
-        return None
 
 
 class _LazyLogits(torch.autograd.Function):
@@ -400,11 +337,6 @@ class Logits(Tensor):
         """Returns whether detach() is among the steps."""
         return any(step.name == "detach" for step in self.steps)
 
-    @property
-    def is_apart(self) -> bool:
-        """Returns whether what is computed of them has no graph, and is no part of the example's call."""
-        return self.matmul.log is None and (self.detached or not torch.is_grad_enabled())
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
@@ -465,17 +397,11 @@ class Logits(Tensor):
 
     def without_values(self, step: Step, logits: list[Logits]):
         """Returns the step's result without values; None if it needs them."""
-        matmul = self.matmul
-        if step.name == "stack" and not self.is_apart and stacks(step):
-            return Stack(step).logits()
+        if len(logits) == 2:
+            return product(step, *logits)
         if len(logits) > 1:
-            return product(step, *logits) if len(logits) == 2 else None
-        if isinstance(matmul, Stack) and not (self.is_apart or step.shows_tokens):
-            alone = matmul.alone(self)
-            if alone is not None:
-                return alone.without_values(
-                    Step(step.function, *mapped(lambda t: alone if t is self else t, step[1:])), [alone]
-                )
+            return None
+        matmul = self.matmul
         if is_loss(step.function):
             result = loss(step, self)
             if matmul.log is not None and result is not None:
@@ -535,8 +461,6 @@ class Logits(Tensor):
 
     def cross_entropy(self, target: Tensor, **options):
         matmul, wants_gradient = self.matmul, torch.is_grad_enabled() and not self.detached
-        if isinstance(matmul, Stack):
-            return None
         if wants_gradient and not options.get("return_accuracy"):
             matmul.gather()
         matmul.check()

@@ -32,7 +32,6 @@ VIEWS = frozenset(
     (
         "__getitem__",
         "detach",
-        "expand",
         "movedim",
         "moveaxis",
         "narrow",

@@ -111,7 +111,7 @@ def is_list(node: fx.Node) -> bool:
 
 def size_of(node: fx.Node) -> int:
     value = node.meta["val"]
-    return sum(tensor.nbytes for tensor in (value if is_list(node) else [value]))
+    return sum(tensor.numel() * tensor.itemsize for tensor in (value if is_list(node) else [value]))
 
 
 def may_be_trained(node: fx.Node) -> bool:

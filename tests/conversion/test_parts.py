@@ -141,6 +141,27 @@ def test_an_unknown_layer_peaks_within_the_workspace_of_a_known_one(one_thread):
     assert peaks["unknown"] < 0.6 * peak(plain, x)
 
 
+def test_a_sparse_operator_is_a_part(one_thread):
+    neighbours = (torch.rand(512, 512) < 0.05).float().fill_diagonal_(1.0)
+
+    class Graph(Layer):
+        def __init__(self):
+            super().__init__(None, bump)
+            self.register_buffer("neighbours", neighbours)
+
+        def forward(self, x):
+            h = self.norm(x)
+            mixed = torch.sparse.mm(self.neighbours.to_sparse(), self.v(h)[0])[None]
+            return x + self.mlp(self.norm2(self.out(self.q(h) * mixed + self.k(h))))
+
+    ours = nn.Sequential(*(Graph() for _ in range(2)))
+    theirs, x = copy.deepcopy(ours), torch.randn(1, 512, D)
+    conversion = ckptkern.convert(ours, x, recompute="full", workspace=WORKSPACE // 4)
+    assert all("in parts" in row.reason and "addmm" in row.reason for row in conversion if row.kind == "Graph")
+    for a, b in zip(step(ours, x), step(theirs, x), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
 class Cumulative(torch.autograd.Function):
     """A mixer of tokens with a backward of its own."""
 

@@ -68,6 +68,7 @@ VALUES = (
     lambda z, t: z.exp().gather(-1, t[..., None].expand(-1, -1, 2)),
     lambda z, t: z.log_softmax(1).gather(-1, t[..., None]) + z.logsumexp(1).sum(),
     lambda z, t: 2.0 ** z[:, :1] + z[:, 1:2] % 3.0,
+    lambda z, t: torch.stack([z, torch.cat([z, z])[: len(z)]]).sin(),
 )
 
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conversion.test_heads import LM, flat, ids, model_of
+from conversion.test_heads import LM, WIDTH, V, flat, ids, model_of
 from support.cases import assert_as_exact
 from support.ranks import on_ranks
 from torch import nn
@@ -151,6 +151,36 @@ def test_a_sharded_root_keeps_the_fused_loss(rank):
                 check_policy(outside, outside and "of_head" not in options, options)
             except Exception as error:  # raised again with the policy's name
                 raise AssertionError(f"{name}, {outside=}: {error}") from error
+
+
+class TwoHeads(nn.Module):
+    """Returns its losses in evaluation, and in training the logits of both heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.heads = nn.Embedding(V, WIDTH), nn.ModuleList(nn.Linear(WIDTH, V) for _ in range(2))
+
+    def loss(self, each, targets):
+        return sum(nn.functional.cross_entropy(z.flatten(0, 1), targets.flatten()) for z in each)
+
+    def forward(self, x, targets):
+        each = [head(self.embed(x)) for head in self.heads]
+        return each if self.training else self.loss(each, targets)
+
+
+@on_ranks()
+def test_losses_outside_of_two_heads_in_one_group(rank):
+    """The first head's loss gathers the weights of both, which are then in another place."""
+    torch.manual_seed(0)
+    theirs, grads = TwoHeads(), []
+    ours = copy.deepcopy(theirs)
+    ckptkern.convert(ours, ids(), ids(1))
+    for model in (theirs, ours):
+        fully_shard(model, reshard_after_forward=True)
+        model.loss(model.train()(ids(), ids(1)), ids(1)).backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    assert [head.forward.calls["fused"] for head in ours.heads] == [1, 1]
+    torch.testing.assert_close(*grads)
 
 
 @on_ranks()

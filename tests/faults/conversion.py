@@ -173,20 +173,6 @@ CONVERSION = [
         ("tests/distributed/test_heads.py -k fused_loss",),
     ),
     Fault(
-        "head: the loss of stacked logits is that of the first head",
-        "ckptkern/conversion/logits.py",
-        "z = self.heads[«numbers.storage_offset()»]",
-        "0",
-        ("tests/conversion/test_stacked_heads.py",),
-    ),
-    Fault(
-        "head: a view of stacked logits shares memory with a head's",
-        "ckptkern/conversion/logits.py",
-        "not (self.is_apart «or step.shows_tokens»)",
-        "",
-        ("tests/conversion/test_stacked_heads.py",),
-    ),
-    Fault(
         "masks: a window sees one key more",
         "ckptkern/conversion/masks.py",
         "return -1 if window is None else window «- 1», 0",
