@@ -30,14 +30,13 @@ from ..subclasses import PLAIN
 from .axes import VIEWS, Sizes, argument, name_of, resized, shape_of
 from .checkpoint import checkpoint
 from .decisions import DECIDES
-from .recorded import Changed, Reads, Recording, class_forward, filled, recorded, taken
+from .recorded import PLAIN_VALUES, Changed, Reads, Recording, class_forward, filled, recorded, taken
 from .slices import in_slices
 from .stages import Planner, Stage, Uncut, bytes_of, in_turn, is_list, size_of
 from .tiled import is_transformed
 from .unread import Unread, when_read
 
 aten = torch.ops.aten
-PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 DEPTH = 2  # levels of slices within slices
 GROWTHS = 3  # times that a call is planned anew because a module's state changed, such as a table for longer calls
 PLANS = 64  # remembered plans of a layer

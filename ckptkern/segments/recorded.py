@@ -40,6 +40,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
+PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 READS = "its forward reads values of tensors on the host"
 SEEDS = 1000001517, 1000005091  # Python's and NumPy's numbers begin near 0, and near 1: a choice by chance differs
 
@@ -126,7 +127,12 @@ def custom_functions() -> Iterator[None]:
 
     def apply(kind, *args, **kwargs):
         run = functools.update_wrapper(functools.partial(original, kind), kind, ("__name__",), ())
-        return traced_call(None, run, args, kwargs) if is_traced() else run(*args, **kwargs)
+        if not is_traced():
+            return run(*args, **kwargs)
+        leaves = tree_flatten((args, kwargs))[0]
+        if "<locals>" in kind.__qualname__ or not all(isinstance(leaf, (Tensor, *PLAIN_VALUES)) for leaf in leaves):
+            raise Uncut("its autograd.Function may hold what belongs to this layer or call")
+        return traced_call(None, run, args, kwargs)
 
     with mock.patch.object(Function, "apply", classmethod(apply)):
         yield

@@ -230,6 +230,46 @@ def test_autograd_functions_are_parts(function, one_thread):
         assert peak(ours, x) < 0.5 * peak(plain, x)
 
 
+class Calling(torch.autograd.Function):
+    """Gets a function, as of torch's checkpoints, which holds what belongs to one layer or call."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, function) -> Tensor:
+        ctx.function = function
+        return x * function()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy * ctx.function(), None
+
+
+@pytest.mark.parametrize("of_call", [False, True])
+def test_a_function_that_holds_a_layer_or_a_call_is_no_part(of_call):
+    class Holding(Layer):
+        def __init__(self):
+            super().__init__(None, bump)
+
+        def scale(self):
+            return self.norm2.bias.detach() + 1
+
+        def forward(self, x):
+            h = self.norm(x)
+            mean = h.detach().mean() + 1
+            mixed = Calling.apply(
+                recurrence(self.q(h), self.k(h), self.v(h)), (lambda: mean) if of_call else self.scale
+            )
+            return x + self.mlp(self.norm2(self.out(mixed)))
+
+    ours = nn.Sequential(*(Holding() for _ in range(3)))
+    for layer in ours:
+        nn.init.normal_(layer.norm2.bias)
+    theirs, x = copy.deepcopy(ours), torch.randn(2, 1024, D)
+    conversion = ckptkern.convert(ours, torch.randn(1, 64, D), recompute="full", workspace=WORKSPACE)
+    for a, b in zip(step(ours, x), step(theirs, x), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+    assert all("may hold what belongs to this layer" in row.reason for row in conversion if row.kind == "Holding")
+
+
 def test_a_fused_layer_with_more_weights_than_tokens_is_not_cut(one_thread, monkeypatch):
     """Sums of its weights' gradients over slices would take more than slices save."""
     monkeypatch.setitem(globals(), "D", 512)

@@ -173,6 +173,27 @@ CONVERSION = [
         ("tests/distributed/test_heads.py -k fused_loss",),
     ),
     Fault(
+        "parts: a function's argument of one layer is all layers'",
+        "ckptkern/segments/recorded.py",
+        'if «"<locals>" in kind.__qualname__ or not all(isinstance(leaf, (Tensor, *PLAIN_VALUES)) for leaf in leaves)»:',
+        "False",
+        ("tests/conversion/test_parts.py -k holds_a_layer",),
+    ),
+    Fault(
+        "parts: a function that changes an argument is cut",
+        "ckptkern/segments/recorded.py",
+        "if «call.module is None and storages_of(results).keys() & storages_of(tensors).keys()»:",
+        "False",
+        ("tests/conversion/test_parts.py -k autograd_functions",),
+    ),
+    Fault(
+        "parts: a fused layer with more weights than tokens is cut",
+        "ckptkern/segments/stages.py",
+        "cut = None if «is_heavy(node)» else",
+        "False",
+        ("tests/conversion/test_parts.py -k more_weights",),
+    ),
+    Fault(
         "masks: a window sees one key more",
         "ckptkern/conversion/masks.py",
         "return -1 if window is None else window «- 1», 0",
