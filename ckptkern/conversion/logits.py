@@ -185,8 +185,8 @@ class Matmul:
     def gather(self) -> None:
         """Gathers parameters that fully_shard has resharded since, as backward would, or as another head has: for a result
         with a gradient, which all ranks compute."""
-        if self.before_backward and self.head.weight.data_ptr() != self.marks[1][1]:
-            unshard(self.before_backward)
+        if self.before_backward:
+            unshard(self.before_backward)  # does nothing if they are gathered
             pairs = list(zip(self.marks, self.tensors, strict=True))
             self.marks[1:] = [(version, tensor.data_ptr()) for (version, _), tensor in pairs[1:]]
 
