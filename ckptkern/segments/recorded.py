@@ -123,10 +123,10 @@ def _(tensors: list[Tensor], parameters: list[Tensor], place: int, along: str) -
 @contextlib.contextmanager
 def custom_functions() -> Iterator[None]:
     """Records each call of an autograd.Function, such as of a library's kernel, as one operator."""
-    original = Function.apply.__func__
+    original = vars(Function)["apply"]  # of C in torch 2.15
 
     def apply(kind, *args, **kwargs):
-        run = functools.update_wrapper(functools.partial(original, kind), kind, ("__name__",), ())
+        run = functools.update_wrapper(functools.partial(original.__get__(None, kind)), kind, ("__name__",), ())
         if not is_traced():
             return run(*args, **kwargs)
         leaves = tree_flatten((args, kwargs))[0]
