@@ -282,6 +282,24 @@ def test_a_fused_layer_with_more_weights_than_tokens_is_not_cut(one_thread, monk
     assert peak(model, x) < 0.9 * peak(plain, x)
 
 
+def test_gradients_of_wide_weights_come_in_turn(one_thread):
+    """A stage with one slice forms the gradient of a weight when that of the last one was added."""
+    wide, few = 16 * D, torch.randn(1, 8, 16 * D)
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ModuleList([nn.Linear(wide, wide) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functools.reduce(lambda h, linear: bump(linear(h)), self.weights, x)
+
+    model = nn.Sequential(Wide(), Wide())
+    conversion = ckptkern.convert(model, few, recompute="full", workspace=WORKSPACE)
+    assert all("addmm x4" in row.reason for row in conversion), conversion
+    assert peak(model, few) < 1.5 * 4 * wide**2
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_weights_that_nothing_reads_are_not_stored(every):
     peaks = []
