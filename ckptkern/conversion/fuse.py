@@ -270,7 +270,7 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
     trained = [*segment.inputs, *(i for i in sorted(others) if is_floating(flat[i]))]
     parameters = [p for p in module.parameters() if p.requires_grad]
     theirs = results(check.original, flat, trained if gradients else None, parameters)
-    reason = f"the numbers of {reading.op} are not finite"
+    reason = f"the numbers of {reading.op} are not finite, or have another shape"
     for candidate in reading.candidates():
         check.segment = Segment(module, candidate)
         try:
