@@ -7,6 +7,7 @@ unread arguments are assumed to be those of the first.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class Numbers(NamedTuple):
         """Returns whether x and y are equal, except that numbers, also in paths, may differ as these layer indices do."""
         if x is y:
             return True
+        if isinstance(x, partial) and isinstance(y, partial):  # as of GELU's approximation
+            x, y = x.__reduce__()[2], y.__reduce__()[2]  # function, arguments, keywords, attributes
         if type(x) is not type(y) or callable(x):  # functions without attributes may still differ
             return False
         if isinstance(x, (list, tuple)):

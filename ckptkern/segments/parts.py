@@ -336,7 +336,8 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
         for node, cut in stage.nodes.items():
             inputs = {source: copies.get(source) or placeholders[source, axis] for source, axis in cut.inputs}
             copies[node] = copied = graph.node_copy(node, inputs.__getitem__)
-            copied.args, copied.meta = resized(copied, cut.sizes, stage.length), {"val": part(node, stage.axes.get(node))}
+            copied.args = resized(copied, cut.sizes, stage.length)
+            copied.meta = {"val": part(node, stage.axes.get(node))}
         ends = [copies[node] for node in stage.results]
         graph.output(ends)
         within = times * stage.n // stage.length
