@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -57,9 +56,9 @@ def loss_of(output: Any) -> Tensor:
     wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     if not wanted:
         raise RuntimeError("no output has a gradient")
-    wide = (t.double() if t.dtype == torch.float64 else t.float() for t in wanted)
-    # whose backward takes one tensor, where that of t.square().mean() takes four
-    return sum(F.mse_loss(t, t.new_zeros(()).expand_as(t)) for t in wide)
+    wide = ((t.double() if t.dtype == torch.float64 else t.float()).flatten() for t in wanted)
+    # takes one tensor, in backward, where t.square().mean() takes four; with half its gradient
+    return sum(t @ t.detach() / len(t) for t in wide)
 
 
 def step(
