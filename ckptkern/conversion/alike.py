@@ -28,8 +28,10 @@ class Numbers(NamedTuple):
         """Returns whether x and y are equal, except that numbers, also in paths, may differ as these layer indices do."""
         if x is y:
             return True
-        if isinstance(x, partial) and isinstance(y, partial):  # as of GELU's approximation
-            x, y = x.__reduce__()[2], y.__reduce__()[2]  # function, arguments, keywords, attributes
+        if type(x) is type(y) is partial and all(
+            type(value) in PLAIN_VALUES for value in (*x.args, *x.keywords.values())
+        ):
+            x, y = ((f.func, f.args, f.keywords, vars(f)) for f in (x, y))  # as of GELU with its approximation
         if type(x) is not type(y) or callable(x):  # functions without attributes may still differ
             return False
         if isinstance(x, (list, tuple)):

@@ -437,14 +437,15 @@ class General(Forward):
         if self.parts is None:
             return
         for other_name, other in others:
-            if (
-                other.parts
-                and same_inside(name, self.module, other_name, other.module)
-                and kinds_inside(self) == kinds_inside(other)
-            ):
-                self.parts = other.parts
-                self.parts.share(differing(self.module, other.module))
-                return
+            with contextlib.suppress(Exception):  # of objects in modules that do not compare
+                if (
+                    other.parts
+                    and same_inside(name, self.module, other_name, other.module)
+                    and kinds_inside(self) == kinds_inside(other)
+                ):
+                    other.parts.share(differing(self.module, other.module))
+                    self.parts = other.parts
+                    return
         others.append((name, self))
 
     def recomputed(self, args: tuple, kwargs: dict) -> Callable:

@@ -356,9 +356,10 @@ class Planner:
             floor = max(floor, -(-stage.n // max(LAUNCHED // (self.times * len(stage.nodes)), 1)))
             most = max(floor, self.workspace * stage.n // max(2 * stage.cost, 1))
             stage.length = -(-stage.n // self.slices) if self.slices else even(stage.n, most)
-        if stage.length >= stage.n:  # views of weights inside, so that no gradient waits for those of the other weights
+        if stage.length >= stage.n:  # views of whole weights inside, so that no gradient waits for others
             for node in sorted(before & self.fixed.keys(), reverse=True):
-                if name_of(node) in VIEWS and stage.inputs.pop(node, None):
+                is_whole = name_of(node) in VIEWS and size_of(node) == size_of(node.args[0])
+                if is_whole and stage.inputs.pop(node, None):
                     stage.nodes[node] = Cut([(node.args[0], None)])
                     stage.inputs.setdefault(node.args[0], set()).add(None)
             stage.nodes = dict(sorted(stage.nodes.items()))

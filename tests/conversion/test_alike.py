@@ -167,12 +167,18 @@ def test_an_attribute_that_the_examples_call_does_not_read():
         torch.testing.assert_close(layer(x, None, mask), type(layer).forward(layer, x, None, mask))
 
 
+class Subclassed(functools.partial):
+    pass
+
+
 TANH, NONE, ERF = (functools.partial(F.gelu, approximate=kind) for kind in ("tanh", "none", "none"))
 SAME = [
     (3, 4), ("layers.3.mlp", "layers.4.mlp"), ([3, {"a": "x.3"}], [4, {"a": "x.4"}]), ({1, 2}, {2, 1}), (NONE, ERF),
 ]  # fmt: skip
 OTHER = [
     (TANH, NONE), (NONE, functools.partial(F.silu, approximate="none")), (NONE, F.gelu),
+    (NONE, Subclassed(F.gelu, approximate="none")),
+    (functools.partial(max, [1]), functools.partial(max, [1])),
     (4, 3), (3, 5), (True, 1), ("layers.3", "layers.5"), ([3], (4,)), ([3], [4, 4]), ({"a": 1}, {"b": 1}), (0.5, 0.25),
     (Config(), Config(a=1)),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import pickle
 import random
@@ -280,6 +281,24 @@ def test_a_fused_layer_with_more_weights_than_tokens_is_not_cut(one_thread, monk
     for layer in plain.layers:
         layer.forward = ckptkern.checkpointed(layer.forward)
     assert peak(model, x) < 0.9 * peak(plain, x)
+
+
+@dataclasses.dataclass
+class Scales:
+    """Equality of two raises an error."""
+
+    up: Tensor
+
+
+def test_layers_whose_objects_do_not_compare_share_no_plans():
+    model = Model(*KINDS["unknown"])
+    for layer in model.layers:
+        layer.scales = Scales(torch.ones(2))
+    theirs, x = copy.deepcopy(model), torch.randn(1, 64, D)
+    ckptkern.convert(model, x, recompute="full", workspace=WORKSPACE // 8)
+    assert len({id(layer.forward.parts) for layer in model.layers}) == LAYERS
+    for a, b in zip(step(model, x), step(theirs, x), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 def test_gradients_of_wide_weights_come_in_turn(one_thread):
