@@ -39,7 +39,15 @@ MIXED = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_wi
 # Settings over the sizes, of classes that do not build or run without any.
 SETTINGS: dict[str, dict[str, Any]] = {
     f"{name}ForCausalLM": peaks.FAMILIES[name]
-    for name in ("FalconH1", "Gemma3n", "Gemma4", "GraniteMoeHybrid", "Mamba2", "Zamba2")
+    for name in ("FalconH1", "Gemma3n", "GraniteMoeHybrid", "Mamba2", "Zamba2")
+} | {
+    f"Gemma4{kind}{end}": settings  # else its global heads would have 512 channels
+    for settings, ends in (
+        (peaks.FAMILIES["Gemma4"], ("ForCausalLM", "TextModel")),
+        (dict(text_config=peaks.FAMILIES["Gemma4"]), ("ForConditionalGeneration", "Model")),
+    )
+    for kind in ("", "Unified")
+    for end in ends
 } | {
     "BltForCausalLM": dict(
         encoder_hash_byte_group_vocab=512, patching_threshold=5.765,  # patches of four bytes
@@ -59,9 +67,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ),
     "Dots1ForCausalLM": dict(n_shared_experts=1),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 2]]),
-    "Gemma4UnifiedForCausalLM": peaks.FAMILIES["Gemma4"],
-    "Gemma4ForConditionalGeneration": dict(text_config=peaks.FAMILIES["Gemma4"]),
-    "Gemma4UnifiedForConditionalGeneration": dict(text_config=peaks.FAMILIES["Gemma4"]),
     "Lfm2MoeForCausalLM": peaks.FAMILIES["Lfm2"],
     "LongcatFlashForCausalLM": dict(ffn_hidden_size=352, expert_ffn_hidden_size=64, zero_expert_num=2),
     "Qwen4ExpForCausalLM": dict(
