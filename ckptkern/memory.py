@@ -159,6 +159,11 @@ def are_placeholders() -> bool:
     return _counters.placeholders
 
 
+def meta_like(tensor: Tensor) -> Tensor:
+    """Returns a meta tensor with the sizes, strides and dtype of another."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def note_saved(tensors: Iterable[Tensor]) -> None:
     """Counts these tensors in the innermost saved_tensors block. Called by inner saved-tensor hooks, which hide what
     autograd saves, for what they keep on the device."""

@@ -24,7 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..memory import placeholders
+from ..memory import meta_like, placeholders
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..subclasses import PLAIN
 from .axes import VIEWS, Sizes, argument, name_of, resized, shape_of
@@ -91,7 +91,7 @@ def run_stage(stage: Stage, values: Values, modules: Modules) -> None:
     def new(i, _):
         like = stage.results[i].meta["val"]
         with placeholders():
-            strided = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            strided = meta_like(like)
         return torch.empty_like(strided, device=like.device)  # dense, where it was expanded or a part of another tensor
 
     def compute(count, *parts):
@@ -324,8 +324,7 @@ def plan_inside(stages: list[Stage], mode: FakeTensorMode, workspace: int, depth
             for tensor in value if is_list(node) else [value]:
                 if tensor.shape[axis.dim : axis.dim + 1] == (size,):
                     # an operator on fake tensors takes eight times as long as one on meta tensors
-                    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                    like = torch.empty_like(axis.part(whole, 0, stage.length))
+                    like = torch.empty_like(axis.part(meta_like(tensor), 0, stage.length))
                     tensor = FakeTensor(mode, like, tensor.device)
                 parts.append(tensor)
             return parts if is_list(node) else parts[0]

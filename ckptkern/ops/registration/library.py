@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from ...frozen import regrouped
+from ...memory import meta_like
 from ...state import Observed
 from ..dispatch.choices import read_precision
 from .op import Op, OpTensors, call_of, run_backward, run_forward
@@ -55,7 +56,7 @@ def call_backward(registered: Registered, dy: Tensor, flat: Sequence, options, n
 
 
 def _on_meta(tensors: OpTensors) -> list[Tensor | None]:
-    return [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+    return [t if t is None else meta_like(t) for t in tensors]
 
 
 def register(op: type[Op]) -> Registered:
